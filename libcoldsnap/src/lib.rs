@@ -1,0 +1,8 @@
+//! ColdSnap's library: formats, node store, capture and mapped restore.
+//!
+//! The modules follow the data. Parsing is apart from I/O; a value that proves something
+//! (`AdmittedPayload`, `CoveredLayout`) can only be made by the code that checked it.
+
+pub mod capsule;
+pub mod digest;
+pub mod durable;
