@@ -6,3 +6,5 @@
 pub mod capsule;
 pub mod digest;
 pub mod durable;
+pub mod extent;
+pub mod format;
