@@ -7,4 +7,6 @@ pub mod capsule;
 pub mod criu;
 pub mod digest;
 pub mod durable;
+pub mod extent;
+pub mod format;
 pub mod mapped_file;
