@@ -4,5 +4,6 @@
 //! (`AdmittedPayload`, `CoveredLayout`) can only be made by the code that checked it.
 
 pub mod capsule;
+pub mod capture;
 pub mod digest;
 pub mod durable;
