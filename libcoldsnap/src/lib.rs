@@ -4,6 +4,7 @@
 //! (`AdmittedPayload`, `CoveredLayout`) can only be made by the code that checked it.
 
 pub mod capsule;
+pub mod capture;
 pub mod criu;
 pub mod digest;
 pub mod durable;
