@@ -10,4 +10,6 @@ pub mod digest;
 pub mod durable;
 pub mod extent;
 pub mod format;
+pub mod inspect;
 pub mod mapped_file;
+pub mod restore;
