@@ -241,7 +241,7 @@ mod tests {
         out.extend(pairs.concat());
         for (name, shape, ggml_type, offset) in tensors {
             out.extend(string(name));
-            out.extend((shape.len() as u32).to_le_bytes());
+            out.extend(u32::try_from(shape.len()).unwrap().to_le_bytes());
             shape.iter().for_each(|dim| out.extend(dim.to_le_bytes()));
             out.extend(ggml_type.to_le_bytes());
             out.extend(offset.to_le_bytes());
