@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::checkpoint::Checkpoint;
+use super::content_match::{ContentMatcher, MatchError, MatchOptions};
 use super::descriptor;
 use super::earlier::{Earlier, EarlierError};
 use super::facts::{self, CaptureFacts, FactsError, ImageFacts, ProcessFacts, Tools, WorkerFacts};
@@ -135,6 +136,8 @@ pub enum CaptureError {
     Remap(#[from] RemapError),
     #[error(transparent)]
     Unproven(#[from] Unproven),
+    #[error("cannot tell which memory is the model's: {0}")]
+    Match(#[from] MatchError),
     #[error(transparent)]
     Earlier(#[from] EarlierError),
     #[error(transparent)]
@@ -176,9 +179,12 @@ pub fn capture(request: &CaptureRequest<'_>, progress: &mut dyn Progress) -> Res
     let dumped_bytes = dump.processes.iter().map(|p| p.pages.len() as u64).sum();
     progress.begin("find the model in memory", dumped_bytes);
     let (scope, scope_narrowed) = effective_scope(&dump, request);
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let options = MatchOptions { threads, ..MatchOptions::default() };
+    let matcher = request.checkpoint.map(|c| ContentMatcher::new(c, options)).transpose()?;
     let mut planned = Vec::new();
     for process in &dump.processes {
-        planned.push(PlannedWorker::plan(process, &earlier, request.checkpoint, scope)?);
+        planned.push(PlannedWorker::plan(process, &earlier, matcher.as_ref(), scope)?);
         progress.advance(process.pages.len() as u64);
     }
 

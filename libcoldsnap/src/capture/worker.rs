@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::checkpoint::Checkpoint;
-use super::content_match::{self, MemoryRegion};
+use super::content_match::{self, ContentMatcher, MemoryRegion};
 use super::earlier::{Earlier, KeptPayload};
 use super::plan::{Plan, plan};
 use super::progress::Progress;
@@ -75,14 +75,14 @@ impl<'a> PlannedWorker<'a> {
     pub fn plan(
         process: &'a ProcessImages,
         earlier: &'a Earlier,
-        checkpoint: Option<&Checkpoint>,
+        matcher: Option<&ContentMatcher<'_>>,
         scope: MappingScope,
     ) -> Result<Self, CaptureError> {
         let kept = earlier.kept(process);
         let memory = memory_of(process, &earlier.dissolved(kept.as_ref()))?;
         let id = earlier.worker_of(process).map_or_else(|| format!("w{}", process.pid), str::to_owned);
-        let (model, matched_bytes) = match checkpoint {
-            Some(checkpoint) if kept.is_none() => find_model(process, &memory, earlier, checkpoint),
+        let (model, matched_bytes) = match matcher {
+            Some(matcher) if kept.is_none() => find_model(process, &memory, earlier, matcher)?,
             _ => (Vec::new(), 0),
         };
         let ranges: Vec<Range<u64>> = model.iter().map(|m| m.address..m.address + m.len).collect();
@@ -335,8 +335,8 @@ fn find_model(
     process: &ProcessImages,
     memory: &ProcessMemory,
     earlier: &Earlier,
-    checkpoint: &Checkpoint,
-) -> (Vec<content_match::ModelExtent>, u64) {
+    matcher: &ContentMatcher<'_>,
+) -> Result<(Vec<content_match::ModelExtent>, u64), CaptureError> {
     let bytes = earlier.bytes();
     let mut regions: Vec<MemoryRegion<'_>> = Vec::new();
     let mut previous: Option<crate::criu::runs::PageRun> = None;
@@ -353,9 +353,9 @@ fn find_model(
         regions.push(MemoryRegion { address: start, data });
         previous = Some(whole);
     }
-    let runs = content_match::find(&regions, checkpoint, &content_match::Options::default());
-    let matched = content_match::matched_bytes(&runs, checkpoint);
-    (content_match::model_extents(&runs, checkpoint, &regions, PAGE_SIZE), matched)
+    let runs = matcher.find(&regions)?.runs;
+    let extents = content_match::model_extents(&runs, matcher.checkpoint(), &regions, PAGE_SIZE)?;
+    Ok((extents, matcher.matched_bytes(&runs)))
 }
 
 fn with_allocation(mut extent: ModelExtent, entries: &[Entry]) -> ModelExtent {
