@@ -13,3 +13,4 @@ pub mod format;
 pub mod inspect;
 pub mod mapped_file;
 pub mod restore;
+pub mod store;

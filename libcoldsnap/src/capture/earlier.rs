@@ -32,8 +32,6 @@ pub struct Earlier {
 pub struct KeptPayload<'a> {
     /// Id of its file entry.
     pub file: u32,
-    /// The worker that it belongs to.
-    pub worker: &'a str,
     /// Digest of the payload.
     pub digest: Digest,
     /// Its extents, as the earlier capture recorded them.
@@ -121,7 +119,7 @@ impl Earlier {
             }
             at >= end
         });
-        whole.then_some(KeptPayload { file, worker, digest: *digest, extents })
+        whole.then_some(KeptPayload { file, digest: *digest, extents })
     }
 
     /// Worker id that a residual or payload mapped by `process` belongs to.

@@ -38,8 +38,10 @@ pub enum RestoreMode {
 
 /// The annotation has another value.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("annotation {} is {0:?}: expected auto, require or never", capsule::RESTORE_ANNOTATION)]
-pub struct ModeError(String);
+#[error("annotation {} is {found:?}: expected auto, require or never", capsule::RESTORE_ANNOTATION)]
+pub struct ModeError {
+    found: String,
+}
 
 impl FromStr for RestoreMode {
     type Err = ModeError;
@@ -49,7 +51,7 @@ impl FromStr for RestoreMode {
             "auto" => Ok(Self::Auto),
             "require" => Ok(Self::Require),
             "never" => Ok(Self::Never),
-            other => Err(ModeError(other.to_owned())),
+            other => Err(ModeError { found: other.to_owned() }),
         }
     }
 }
@@ -319,7 +321,7 @@ fn admit_payloads(
         let PayloadRequirement { worker, digest, bytes } = payload;
         let source = match live.store.admit(digest, Some(*bytes), &mut |_| {}) {
             Ok(payload) => payload,
-            Err(error) if error.is_missing() => {
+            Err(AdmitError::NotFound { .. }) => {
                 refusals.push(Refusal::MissingPayload { worker: worker.clone(), digest: *digest });
                 continue;
             }

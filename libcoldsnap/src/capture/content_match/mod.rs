@@ -180,6 +180,11 @@ impl<'c> ContentMatcher<'c> {
         Ok(Self { checkpoint, options, index })
     }
 
+    /// The checkpoint that it was made for.
+    pub fn checkpoint(&self) -> &'c Checkpoint {
+        self.checkpoint
+    }
+
     /// The runs of memory that are equal to parts of the checkpoint.
     ///
     /// # Errors
