@@ -3,6 +3,8 @@
 use coldsnap::capture::scope::MappingScope;
 use serde::Serialize;
 
+use crate::output::{CliError, Output};
+
 /// What this build can do.
 #[derive(Debug, Serialize)]
 pub struct Capabilities {
@@ -30,8 +32,30 @@ pub struct Capabilities {
     pub task_api: &'static str,
 }
 
-/// The capabilities of this build.
-pub fn capabilities() -> Capabilities {
+/// Runs the command.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub fn run(output: &Output) -> Result<(), CliError> {
+    let value = capabilities();
+    output.result(&value, || {
+        format!(
+            "coldsnap {}\nsnapshot drivers: {} (documents only: {})\nplacements: {}\nmapping scopes: {}\n\
+             checkpoint formats: {}\narchitectures: {}\nruntime: {} (task API {})",
+            value.version,
+            value.snapshot_drivers.join(", "),
+            value.snapshot_drivers_read_only.join(", "),
+            value.placements.join(", "),
+            value.mapping_scopes.join(", "),
+            value.checkpoint_formats.join(", "),
+            value.architectures.join(", "),
+            value.runtime,
+            value.task_api,
+        )
+    })
+}
+
+fn capabilities() -> Capabilities {
     Capabilities {
         version: env!("CARGO_PKG_VERSION"),
         artifact_format: coldsnap::format::artifact::FORMAT,

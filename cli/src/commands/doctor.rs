@@ -4,12 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use clap::Args;
 use coldsnap::store::NodeStore;
 use rustix::fs::statfs;
 use serde::Serialize;
 
 use crate::containerd::Containerd;
+use crate::output::{CliError, Output};
 use crate::tools;
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -18,8 +18,8 @@ const SHIM: &str = "containerd-shim-coldsnap-v1";
 const LITTLE_SPACE: u64 = 4 << 30;
 
 /// Check this node: kernel, CRIU, runc, containerd, plugin registration, file systems.
-#[derive(Debug, Args)]
-pub struct DoctorArgs {
+#[derive(Debug, clap::Args)]
+pub struct Args {
     /// containerd's socket.
     #[arg(long, value_name = "SOCKET", default_value = "/run/containerd/containerd.sock")]
     address: PathBuf,
@@ -57,8 +57,32 @@ impl Check {
     }
 }
 
-/// All checks.
-pub async fn run(args: &DoctorArgs, store: &Path) -> Vec<Check> {
+/// Runs the command.
+///
+/// # Errors
+/// `Doctor` when a check failed; the checks are printed all the same.
+pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+    let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
+    let checks = runtime.block_on(checks(&args, store));
+    let failed = checks.iter().filter(|c| c.status == Status::Failed).count();
+    output.result(&checks, || text(&checks))?;
+    if failed == 0 { Ok(()) } else { Err(CliError::new("Doctor", format!("{failed} checks failed"))) }
+}
+
+fn text(checks: &[Check]) -> String {
+    let line = |check: &Check| {
+        let mark = match check.status {
+            Status::Ok => "ok  ",
+            Status::Warning => "warn",
+            Status::Failed => "FAIL",
+        };
+        let help = if check.help.is_empty() { String::new() } else { format!("\n       {}", check.help) };
+        format!("{mark}   {:<14}{}{help}", check.name, check.found)
+    };
+    checks.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+async fn checks(args: &Args, store: &Path) -> Vec<Check> {
     let mut checks = vec![kernel(), criu(), runc(), network_lock(), run_is_tmpfs(), cgroups(), shim(), node_store(store)];
     checks.extend(containerd(&args.address).await);
     checks

@@ -35,22 +35,38 @@ impl Containerd {
     /// # Errors
     /// When it is not there, too large, or its bytes do not have the digest.
     pub async fn read_document(&self, digest: &str) -> Result<Vec<u8>, ContainerdError> {
+        let mut bytes = Vec::new();
+        let too_large = || std::io::Error::other(format!("more than {MAX_DOCUMENT} bytes"));
+        self.read_blob(digest, |part| {
+            bytes.extend_from_slice(part);
+            if bytes.len() > MAX_DOCUMENT { Err(too_large()) } else { Ok(()) }
+        })
+        .await?;
+        let found = Digest::of(&bytes).to_string();
+        if found != digest {
+            let action = format!("read content {digest}");
+            return Err(ContainerdError::Answer { action, reason: format!("its digest is {found}") });
+        }
+        Ok(bytes)
+    }
+
+    /// A blob of any size, in pieces. The digest is not compared; containerd did when it was written.
+    ///
+    /// # Errors
+    /// When it is not there, or `sink` fails.
+    pub async fn read_blob(
+        &self,
+        digest: &str,
+        mut sink: impl FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> Result<(), ContainerdError> {
         let action = format!("read content {digest}");
         let request = api::ReadContentRequest { digest: digest.to_owned(), offset: 0, size: 0 };
         let mut stream =
             self.content().read(self.request(request)).await.map_err(failed(action.clone()))?.into_inner();
-        let mut bytes = Vec::new();
         while let Some(part) = stream.message().await.map_err(failed(action.clone()))? {
-            bytes.extend(part.data);
-            if bytes.len() > MAX_DOCUMENT {
-                return Err(ContainerdError::Answer { action, reason: format!("more than {MAX_DOCUMENT} bytes") });
-            }
+            sink(&part.data).map_err(|source| ContainerdError::Io { path: digest.to_owned(), source })?;
         }
-        let found = Digest::of(&bytes).to_string();
-        if found != digest {
-            return Err(ContainerdError::Answer { action, reason: format!("its digest is {found}") });
-        }
-        Ok(bytes)
+        Ok(())
     }
 
     /// Labels of a blob.
@@ -62,24 +78,6 @@ impl Containerd {
         let answer =
             self.content().info(self.request(request)).await.map_err(failed(format!("describe content {digest}")))?;
         Ok(answer.into_inner().info.map(|i| i.labels).unwrap_or_default())
-    }
-
-    /// Adds labels to a blob.
-    ///
-    /// # Errors
-    /// When it is not there or the request fails.
-    pub async fn add_content_labels(
-        &self,
-        digest: &str,
-        labels: HashMap<String, String>,
-    ) -> Result<(), ContainerdError> {
-        let paths = labels.keys().map(|key| format!("labels.{key}")).collect();
-        let request = api::UpdateRequest {
-            info: Some(api::Info { digest: digest.to_owned(), labels, ..Default::default() }),
-            update_mask: Some(prost_types::FieldMask { paths }),
-        };
-        self.content().update(self.request(request)).await.map_err(failed(format!("label content {digest}")))?;
-        Ok(())
     }
 
     /// Writes a document.

@@ -57,22 +57,6 @@ pub enum ContainerdError {
     },
 }
 
-impl ContainerdError {
-    /// Whether the object that was asked for does not exist.
-    pub fn is_not_found(&self) -> bool {
-        self.has_code(Code::NotFound)
-    }
-
-    /// Whether the object that was to be made exists.
-    pub fn already_exists(&self) -> bool {
-        self.has_code(Code::AlreadyExists)
-    }
-
-    fn has_code(&self, code: Code) -> bool {
-        matches!(self, Self::Request { status, .. } if status.code() == code)
-    }
-}
-
 pub(crate) fn failed(action: impl Into<String>) -> impl FnOnce(Status) -> ContainerdError {
     let action = action.into();
     move |status| ContainerdError::Request { action, status }

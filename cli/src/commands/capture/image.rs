@@ -79,6 +79,13 @@ impl BaseImage {
         Ok(Self { manifest: document, config })
     }
 
+    /// Digest of the capsule layer, or `None` when the image has none.
+    pub fn capsule_layer(&self) -> Option<String> {
+        let layers = self.manifest.get("layers")?.as_array()?;
+        let layer = layers.iter().rfind(|l| l.pointer(&annotation_pointer()).is_some())?;
+        Some(text(layer, "digest").to_owned())
+    }
+
     /// The layers without an earlier capsule layer.
     fn layers(&self) -> Result<Vec<ImageLayer>, ContainerdError> {
         let descriptors = self.manifest.get("layers").and_then(Value::as_array).cloned().unwrap_or_default();

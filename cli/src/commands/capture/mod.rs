@@ -1,6 +1,6 @@
 //! `coldsnap capture`: a running container becomes a capsule image and a payload in the node store.
 
-mod image;
+pub mod image;
 mod spec;
 mod staging;
 
@@ -8,7 +8,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use clap::Args;
 use coldsnap::capsule;
 use coldsnap::capture::checkpoint::{Checkpoint, CheckpointError};
 use coldsnap::capture::facts::{ProcessFacts, Tools};
@@ -22,6 +21,7 @@ use containerd_client::types::Descriptor;
 use serde::Serialize;
 
 use crate::containerd::{CheckpointOptions, Containerd, ContainerdError};
+use crate::output::{CliError, Output, Progress};
 use crate::tools;
 use image::{BaseImage, DIFF_LAYER_TYPE, ProcessConfig, Target};
 use spec::SpecFacts;
@@ -29,8 +29,8 @@ use staging::{Frozen, Staging};
 
 /// Capture a running container: write its model's bytes into the node store and everything else into a
 /// capsule image, from which `ctr run` with the coldsnap runtime restores it.
-#[derive(Debug, Args)]
-pub struct CaptureArgs {
+#[derive(Debug, clap::Args)]
+pub struct Args {
     /// The container's id.
     container: String,
     /// Name of the capsule image.
@@ -84,9 +84,6 @@ pub struct CaptureOutput {
 pub enum CaptureCommandError {
     #[error(transparent)]
     Containerd(#[from] ContainerdError),
-    #[error("container {container} uses snapshotter {snapshotter}: its image must be unpacked for coldsnap; \
-             start it with --snapshotter coldsnap")]
-    Snapshotter { container: String, snapshotter: String },
     #[error("container {container} runs on {runtime}; start it with --runtime io.containerd.coldsnap.v1")]
     Runtime { container: String, runtime: String },
     #[error("the container's OCI spec is unusable: {0}")]
@@ -118,7 +115,6 @@ impl CaptureCommandError {
     pub fn kind(&self) -> &'static str {
         match self {
             Self::Containerd(_) => "Containerd",
-            Self::Snapshotter { .. } => "Snapshotter",
             Self::Runtime { .. } => "Runtime",
             Self::Spec(_) => "Spec",
             Self::NotDumpable(_) => "NotDumpable",
@@ -137,7 +133,79 @@ impl CaptureCommandError {
 ///
 /// # Errors
 /// See [`CaptureCommandError`]; the container is as it was, and nothing half made is left.
-pub async fn run(args: CaptureArgs, store: NodeStore) -> Result<CaptureOutput, CaptureCommandError> {
+pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+    let store = NodeStore::open(store)?;
+    let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
+    let captured = runtime.block_on(capture_container(args, store, *output));
+    // A capture that a signal interrupted may still compute; the process ends anyway.
+    runtime.shutdown_background();
+    let captured = captured.map_err(|e| CliError::new(e.kind(), e))?;
+    output.result(&captured, || text(&captured))
+}
+
+fn text(captured: &CaptureOutput) -> String {
+    let CaptureOutput { image, report, .. } = captured;
+    let mut lines = vec![format!(
+        "{image} captured in {:.1} s (frozen {:.2} s), layer {:.1} MB, pages {:.1} MB, residual {:.1} MB",
+        captured.capture_seconds,
+        captured.freeze_seconds,
+        megabytes(captured.layer_bytes),
+        megabytes(report.pages_image_bytes),
+        megabytes(report.residual_bytes),
+    )];
+    for worker in &report.workers {
+        lines.push(match &worker.payload {
+            Some(payload) => format!(
+                "worker {}: payload {payload}, {:.1} MB in {} extents{}",
+                worker.id,
+                megabytes(worker.payload_bytes),
+                worker.model_extents,
+                if report.payload_reused { ", already in the store" } else { "" },
+            ),
+            None => format!("worker {}: no model bytes found, everything large is residual", worker.id),
+        });
+    }
+    if let Some(ratio) = report.model_bytes_matched_ratio {
+        lines.push(format!("{:.2} % of the checkpoint's tensor bytes found in memory", ratio * 100.0));
+    }
+    lines.extend(report.scope_narrowed.iter().map(|what| format!("mapping scope narrowed to model: {what}")));
+    lines.push(if captured.left_running {
+        "the container runs on".to_owned()
+    } else {
+        "the container is stopped; remove it and run the image to restore it".to_owned()
+    });
+    lines.join("\n")
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people")]
+fn megabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e6
+}
+
+/// Shows the phases of a capture as progress bars.
+struct Bars {
+    output: Output,
+    bar: Option<Progress>,
+}
+
+impl coldsnap::capture::progress::Progress for Bars {
+    fn begin(&mut self, phase: &'static str, total: u64) {
+        self.bar = None;
+        self.bar = Some(self.output.progress(phase, total));
+    }
+
+    fn advance(&mut self, bytes: u64) {
+        if let Some(bar) = &mut self.bar {
+            bar.advance(bytes);
+        }
+    }
+}
+
+async fn capture_container(
+    args: Args,
+    store: NodeStore,
+    output: Output,
+) -> Result<CaptureOutput, CaptureCommandError> {
     let began = Instant::now();
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let capture_id = format!("cap-{}-{}", now.as_millis(), std::process::id());
@@ -161,7 +229,7 @@ pub async fn run(args: CaptureArgs, store: NodeStore) -> Result<CaptureOutput, C
 
     let staging = Staging::create(&store, &capture_id)
         .map_err(|source| CaptureCommandError::Io { action: "stage the capture in", path: store.root().into(), source })?;
-    let mut job = Job { args, store, containerd, container, facts, base, checkpoint, staging, capture_id, pid, now };
+    let mut job = Job { args, output, store, containerd, container, facts, base, checkpoint, staging, capture_id, pid, now };
     job.containerd.take_lease(&format!("coldsnap-{}", job.capture_id)).await?;
     let result = tokio::select! {
         result = job.run(began) => result,
@@ -186,7 +254,7 @@ async fn interrupted() {
 }
 
 /// Removes what killed captures left and thaws the containers that they froze.
-async fn clean_up_after_others(args: &CaptureArgs, store: &NodeStore) -> Result<(), CaptureCommandError> {
+async fn clean_up_after_others(args: &Args, store: &NodeStore) -> Result<(), CaptureCommandError> {
     let error = |source| CaptureCommandError::Io { action: "clean up", path: store.root().into(), source };
     for frozen in staging::sweep(store).map_err(error)? {
         let Frozen { namespace, container } = &frozen;
@@ -199,7 +267,8 @@ async fn clean_up_after_others(args: &CaptureArgs, store: &NodeStore) -> Result<
 }
 
 struct Job {
-    args: CaptureArgs,
+    args: Args,
+    output: Output,
     store: NodeStore,
     containerd: Containerd,
     container: containerd_client::services::v1::Container,
@@ -294,7 +363,7 @@ impl Job {
     async fn build_capsule(&mut self) -> Result<(CaptureReport, Layer), CaptureCommandError> {
         let checkpoint = self.checkpoint.take();
         let first = self.args.model.first().cloned();
-        let store = self.store.clone();
+        let (store, output) = (self.store.clone(), self.output);
         let (dump, layer_root, layer_file) = (self.staging.dump(), self.staging.layer(), self.staging.layer_file());
         let root = PathBuf::from(format!("/proc/{}/root", self.pid));
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -332,7 +401,7 @@ impl Job {
                 tools,
                 image_reference: request.image_reference,
             };
-            let report = capture(&request, &mut crate::progress::bar())?;
+            let report = capture(&request, &mut Bars { output, bar: None })?;
             let layer = write_layer(&layer_root, Path::new(capsule::CAPSULE_DIR), &layer_file)
                 .map_err(|source| CaptureCommandError::Io { action: "write", path: layer_file, source })?;
             Ok((report, layer))
