@@ -1,2 +1,57 @@
-//! Placeholder.
-fn main() {}
+//! `coldsnap`: the command for people and managers. Each command translates its arguments to library calls.
+//!
+//! Exit status: 0 done, 1 failed, 2 wrong usage. With `--json` the result, or `{"error": {"kind", "message"}}`,
+//! is one JSON value on stdout.
+
+mod commands;
+mod output;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use coldsnap::store::NodeStore;
+
+use crate::commands::{check, payload, verify};
+use crate::output::Output;
+
+/// Captures inference servers and brings them back as ordinary container starts.
+#[derive(Debug, Parser)]
+#[command(name = "coldsnap", version)]
+struct Cli {
+    /// Print one JSON value instead of text.
+    #[arg(long, global = true)]
+    json: bool,
+    /// Directory of the node store.
+    #[arg(long, global = true, value_name = "DIR", env = "COLDSNAP_STORE", default_value = NodeStore::DEFAULT_ROOT)]
+    store: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Verify(verify::Args),
+    Check(check::Args),
+    Payload(payload::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::builder()
+                .with_default_directive(tracing::level_filters::LevelFilter::WARN.into())
+                .with_env_var("COLDSNAP_LOG")
+                .from_env_lossy(),
+        )
+        .init();
+    let output = Output::new(cli.json);
+    let result = match cli.command {
+        Command::Verify(args) => verify::run(args, &output),
+        Command::Check(args) => check::run(args, &output),
+        Command::Payload(args) => payload::run(args, &cli.store, &output),
+    };
+    output.finish(result)
+}

@@ -4,6 +4,7 @@
 //! (`AdmittedPayload`, `CoveredLayout`) can only be made by the code that checked it.
 
 pub mod capsule;
+pub mod check;
 pub mod digest;
 pub mod durable;
 pub mod extent;

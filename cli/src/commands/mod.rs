@@ -1,0 +1,5 @@
+//! One module per command, each with its arguments and a `run`.
+
+pub mod check;
+pub mod payload;
+pub mod verify;
