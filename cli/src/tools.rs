@@ -24,7 +24,10 @@ mod tests {
     fn versions() {
         assert_eq!(version_in("runc version 1.3.6+ds1\ncommit: x\n").as_deref(), Some("1.3.6+ds1"));
         assert_eq!(version_in("Version: 4.2.1\n").as_deref(), Some("4.2.1"));
-        assert_eq!(version_in("containerd github.com/containerd/containerd/v2 2.1.9+unknown \n").as_deref(), Some("2.1.9+unknown"));
+        assert_eq!(
+            version_in("containerd github.com/containerd/containerd/v2 2.1.9+unknown \n").as_deref(),
+            Some("2.1.9+unknown")
+        );
         assert_eq!(version_in(""), None);
     }
 }

@@ -5,6 +5,7 @@
 
 pub mod capsule;
 pub mod capture;
+pub mod check;
 pub mod criu;
 pub mod digest;
 pub mod durable;

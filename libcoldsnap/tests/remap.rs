@@ -36,8 +36,12 @@ fn dumps() -> impl Strategy<Value = Dump> {
     areas.prop_flat_map(|areas| {
         let pages = usize::try_from(areas.iter().map(|a| a.1).sum::<u64>()).unwrap();
         let flags = || prop::collection::vec(any::<bool>(), pages);
-        (Just(areas), flags(), flags(), any::<u8>())
-            .prop_map(|(areas, present, mapped, seed)| Dump { areas, present, mapped, seed })
+        (Just(areas), flags(), flags(), any::<u8>()).prop_map(|(areas, present, mapped, seed)| Dump {
+            areas,
+            present,
+            mapped,
+            seed,
+        })
     })
 }
 
@@ -102,7 +106,9 @@ fn write_dump(dump: &Dump, dir: &Path) -> (Vec<Mapping>, Vec<u8>) {
                 }
                 if dump.mapped[number] && !stack {
                     match mappings.last_mut() {
-                        Some(last) if last.end == address && last.start >= area_start => last.end += PAGE_SIZE,
+                        Some(last) if last.end == address && last.start >= area_start => {
+                            last.end += PAGE_SIZE
+                        }
                         _ => mappings.push(Mapping {
                             start: address,
                             end: address + PAGE_SIZE,

@@ -83,7 +83,8 @@ fn text(checks: &[Check]) -> String {
 }
 
 async fn checks(args: &Args, store: &Path) -> Vec<Check> {
-    let mut checks = vec![kernel(), criu(), runc(), network_lock(), run_is_tmpfs(), cgroups(), shim(), node_store(store)];
+    let mut checks =
+        vec![kernel(), criu(), runc(), network_lock(), run_is_tmpfs(), cgroups(), shim(), node_store(store)];
     checks.extend(containerd(&args.address).await);
     checks
 }
@@ -103,7 +104,9 @@ fn criu() -> Check {
         return Check::new("criu", Status::Failed, "not found in PATH", INSTALL);
     };
     match Command::new("criu").arg("check").output() {
-        Ok(output) if output.status.success() => Check::new("criu", Status::Ok, format!("{version}, check passed"), ""),
+        Ok(output) if output.status.success() => {
+            Check::new("criu", Status::Ok, format!("{version}, check passed"), "")
+        }
         Ok(output) => {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
             let line = text.lines().find(|l| l.contains("Error")).unwrap_or("criu check failed").to_owned();
@@ -132,13 +135,23 @@ fn network_lock() -> Check {
     let found: Vec<_> = ["iptables-restore", "nft"].into_iter().filter(|p| in_path(p).is_some()).collect();
     let status = if found.is_empty() { Status::Warning } else { Status::Ok };
     let text = if found.is_empty() { "neither iptables nor nft".to_owned() } else { found.join(", ") };
-    Check::new("network lock", status, text, "install iptables: CRIU needs it to dump established TCP connections")
+    Check::new(
+        "network lock",
+        status,
+        text,
+        "install iptables: CRIU needs it to dump established TCP connections",
+    )
 }
 
 fn run_is_tmpfs() -> Check {
     let tmpfs = statfs("/run").is_ok_and(|s| u64::try_from(s.f_type).ok() == Some(TMPFS_MAGIC));
     let (status, found) = if tmpfs { (Status::Ok, "tmpfs") } else { (Status::Warning, "not a tmpfs") };
-    Check::new("/run", status, found, "mount a tmpfs on /run: CRIU keeps its kernel probes there and else repeats them at each restore (15 ms)")
+    Check::new(
+        "/run",
+        status,
+        found,
+        "mount a tmpfs on /run: CRIU keeps its kernel probes there and else repeats them at each restore (15 ms)",
+    )
 }
 
 fn cgroups() -> Check {
@@ -157,7 +170,12 @@ fn cgroups() -> Check {
 fn shim() -> Check {
     match in_path(SHIM) {
         Some(path) => Check::new("shim", Status::Ok, path.display().to_string(), ""),
-        None => Check::new("shim", Status::Failed, format!("{SHIM} not found in PATH"), "copy it to /usr/local/bin, or wherever containerd's PATH leads"),
+        None => Check::new(
+            "shim",
+            Status::Failed,
+            format!("{SHIM} not found in PATH"),
+            "copy it to /usr/local/bin, or wherever containerd's PATH leads",
+        ),
     }
 }
 
@@ -170,7 +188,8 @@ fn node_store(root: &Path) -> Check {
         Ok(stat) => {
             let free = stat.f_bavail.saturating_mul(u64::try_from(stat.f_bsize).unwrap_or(0));
             let tmpfs = u64::try_from(stat.f_type).ok() == Some(TMPFS_MAGIC);
-            let found = format!("{}, {} MiB free{}", root.display(), free >> 20, if tmpfs { ", tmpfs" } else { "" });
+            let found =
+                format!("{}, {} MiB free{}", root.display(), free >> 20, if tmpfs { ", tmpfs" } else { "" });
             let status = if free < LITTLE_SPACE || tmpfs { Status::Warning } else { Status::Ok };
             Check::new("node store", status, found, HELP)
         }
@@ -180,7 +199,8 @@ fn node_store(root: &Path) -> Check {
 
 async fn containerd(address: &Path) -> Vec<Check> {
     const START: &str = "install containerd 2.0 or newer and start it";
-    const REGISTER: &str = "install config/containerd/50-coldsnap.toml, start coldsnap-snapshotter, restart containerd";
+    const REGISTER: &str =
+        "install config/containerd/50-coldsnap.toml, start coldsnap-snapshotter, restart containerd";
     let containerd = match Containerd::connect(address, "default").await {
         Ok(containerd) => containerd,
         Err(error) => return vec![Check::new("containerd", Status::Failed, error.to_string(), START)],
@@ -189,7 +209,8 @@ async fn containerd(address: &Path) -> Vec<Check> {
         Ok(version) => version,
         Err(error) => return vec![Check::new("containerd", Status::Failed, error.to_string(), START)],
     };
-    let major: u32 = version.trim_start_matches('v').split('.').next().and_then(|n| n.parse().ok()).unwrap_or(0);
+    let major: u32 =
+        version.trim_start_matches('v').split('.').next().and_then(|n| n.parse().ok()).unwrap_or(0);
     let status = if major >= 2 { Status::Ok } else { Status::Failed };
     let mut checks = vec![Check::new("containerd", status, version, START)];
     checks.push(match containerd.snapshotter_state("coldsnap").await {
@@ -206,5 +227,7 @@ async fn containerd(address: &Path) -> Vec<Check> {
 
 fn in_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|dir| dir.join(program)).find(|p| fs::metadata(p).is_ok_and(|m| m.is_file()))
+    std::env::split_paths(&path)
+        .map(|dir| dir.join(program))
+        .find(|p| fs::metadata(p).is_ok_and(|m| m.is_file()))
 }

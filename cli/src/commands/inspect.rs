@@ -73,7 +73,11 @@ async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
 /// An unnamed file; a layer is too large for memory.
 fn tempfile() -> io::Result<File> {
     use rustix::fs::{Mode, OFlags, open};
-    Ok(File::from(open(&std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR | Mode::WUSR)?))
+    Ok(File::from(open(
+        &std::env::temp_dir(),
+        OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC,
+        Mode::RUSR | Mode::WUSR,
+    )?))
 }
 
 fn text(found: &Inspection) -> String {
@@ -81,7 +85,10 @@ fn text(found: &Inspection) -> String {
         format!("capture     {} of {}", found.capture_id, found.engine),
         format!("driver      {:?}", found.driver).to_lowercase(),
         format!("model       {}", found.model.as_deref().unwrap_or("none")),
-        format!("images      {} bytes of CRIU images, {} bytes of residual", found.images_bytes, found.residual_bytes),
+        format!(
+            "images      {} bytes of CRIU images, {} bytes of residual",
+            found.images_bytes, found.residual_bytes
+        ),
         format!("scope       {}", found.scope),
     ];
     lines.extend(found.scope_narrowed.iter().map(|what| format!("            narrowed: {what}")));
@@ -98,12 +105,18 @@ fn text(found: &Inspection) -> String {
         });
     }
     let needs = &found.needs_host;
-    lines.push(format!("needs host  {}, pages of {} bytes, CRIU {} or newer", needs.architecture, needs.page_size, needs.criu));
+    lines.push(format!(
+        "needs host  {}, pages of {} bytes, CRIU {} or newer",
+        needs.architecture, needs.page_size, needs.criu
+    ));
     lines.push(format!("needs spec  args {:?}", found.needs_spec.args));
     lines.extend(found.needs_spec.binds.iter().map(|b| format!("            bind mount at {b}")));
     if found.needs_spec.terminal {
         lines.push("            a terminal".to_owned());
     }
-    lines.push(format!("restorable  {}", if found.restorable_here { "here" } else { "not here: a payload is missing" }));
+    lines.push(format!(
+        "restorable  {}",
+        if found.restorable_here { "here" } else { "not here: a payload is missing" }
+    ));
     lines.join("\n")
 }

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use containerd_client::services::v1 as api;
 use coldsnap::digest::Digest;
+use containerd_client::services::v1 as api;
 use tonic::Code;
 
 use super::{Containerd, ContainerdError, failed};
@@ -75,8 +75,11 @@ impl Containerd {
     /// When it is not there or the request fails.
     pub async fn content_labels(&self, digest: &str) -> Result<HashMap<String, String>, ContainerdError> {
         let request = api::InfoRequest { digest: digest.to_owned() };
-        let answer =
-            self.content().info(self.request(request)).await.map_err(failed(format!("describe content {digest}")))?;
+        let answer = self
+            .content()
+            .info(self.request(request))
+            .await
+            .map_err(failed(format!("describe content {digest}")))?;
         Ok(answer.into_inner().info.map(|i| i.labels).unwrap_or_default())
     }
 
@@ -104,8 +107,8 @@ impl Containerd {
         blob: &Blob,
         labels: HashMap<String, String>,
     ) -> Result<(), ContainerdError> {
-        let file =
-            File::open(path).map_err(|source| ContainerdError::Io { path: path.display().to_string(), source })?;
+        let file = File::open(path)
+            .map_err(|source| ContainerdError::Io { path: path.display().to_string(), source })?;
         self.write_blob(blob, file, labels).await
     }
 
@@ -116,10 +119,13 @@ impl Containerd {
         labels: HashMap<String, String>,
     ) -> Result<(), ContainerdError> {
         let action = format!("write content {}", blob.digest);
-        let total = i64::try_from(blob.size)
-            .map_err(|_| ContainerdError::Answer { action: action.clone(), reason: "it is too large".into() })?;
+        let total = i64::try_from(blob.size).map_err(|_| ContainerdError::Answer {
+            action: action.clone(),
+            reason: "it is too large".into(),
+        })?;
         let ref_ = format!("coldsnap-{}", blob.digest.hex());
-        let chunks = Chunks { source, offset: 0, commit: Some((total, blob.digest.to_string(), labels)), ref_ };
+        let chunks =
+            Chunks { source, offset: 0, commit: Some((total, blob.digest.to_string(), labels)), ref_ };
         let mut answers = match self.content().write(self.request(tokio_stream::iter(chunks))).await {
             Ok(answers) => answers.into_inner(),
             Err(status) if status.code() == Code::AlreadyExists => return Ok(()),

@@ -24,7 +24,9 @@ const LEASE_LIFETIME: Duration = Duration::from_secs(3600);
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerdError {
     /// No connection.
-    #[error("cannot connect to containerd at {address}: {source}; is it running, and is the address right (--address)?")]
+    #[error(
+        "cannot connect to containerd at {address}: {source}; is it running, and is the address right (--address)?"
+    )]
     Connect {
         /// The socket.
         address: String,
@@ -177,8 +179,11 @@ impl Containerd {
         match client.create(self.request(create)).await {
             Ok(_) => Ok(()),
             Err(status) if status.code() == Code::AlreadyExists => {
-                let update =
-                    api::UpdateImageRequest { image: Some(image), update_mask: None, source_date_epoch: None };
+                let update = api::UpdateImageRequest {
+                    image: Some(image),
+                    update_mask: None,
+                    source_date_epoch: None,
+                };
                 client.update(self.request(update)).await.map_err(failed(action))?;
                 Ok(())
             }
@@ -196,7 +201,8 @@ impl Containerd {
         let mut client = api::introspection_client::IntrospectionClient::new(self.channel.clone());
         let request = api::PluginsRequest { filters: vec![format!("id=={name}")] };
         let answer = client.plugins(self.request(request)).await.map_err(failed("list its plugins"))?;
-        let found = answer.into_inner().plugins.into_iter().find(|p| p.r#type == "io.containerd.snapshotter.v1");
+        let found =
+            answer.into_inner().plugins.into_iter().find(|p| p.r#type == "io.containerd.snapshotter.v1");
         Ok(found.map(|plugin| plugin.init_err.map(|e| e.message)))
     }
 

@@ -17,7 +17,11 @@ impl Containerd {
     ///
     /// # Errors
     /// When the request fails.
-    pub async fn snapshot_parent(&self, snapshotter: &str, key: &str) -> Result<Option<String>, ContainerdError> {
+    pub async fn snapshot_parent(
+        &self,
+        snapshotter: &str,
+        key: &str,
+    ) -> Result<Option<String>, ContainerdError> {
         let request = snap::StatSnapshotRequest { snapshotter: snapshotter.to_owned(), key: key.to_owned() };
         match self.snapshots().stat(self.request(request)).await {
             Ok(answer) => Ok(Some(answer.into_inner().info.map(|i| i.parent).unwrap_or_default())),
@@ -56,8 +60,11 @@ impl Containerd {
             parent: parent.to_owned(),
             labels: HashMap::new(),
         };
-        let answer =
-            self.snapshots().view(self.request(request)).await.map_err(failed(format!("view snapshot {parent}")))?;
+        let answer = self
+            .snapshots()
+            .view(self.request(request))
+            .await
+            .map_err(failed(format!("view snapshot {parent}")))?;
         Ok(answer.into_inner().mounts)
     }
 
@@ -66,8 +73,12 @@ impl Containerd {
     /// # Errors
     /// When the request fails.
     pub async fn remove_snapshot(&self, snapshotter: &str, key: &str) -> Result<(), ContainerdError> {
-        let request = snap::RemoveSnapshotRequest { snapshotter: snapshotter.to_owned(), key: key.to_owned() };
-        self.snapshots().remove(self.request(request)).await.map_err(failed(format!("remove snapshot {key}")))?;
+        let request =
+            snap::RemoveSnapshotRequest { snapshotter: snapshotter.to_owned(), key: key.to_owned() };
+        self.snapshots()
+            .remove(self.request(request))
+            .await
+            .map_err(failed(format!("remove snapshot {key}")))?;
         Ok(())
     }
 
@@ -83,7 +94,8 @@ impl Containerd {
     ) -> Result<Descriptor, ContainerdError> {
         let mut client = api::diff_client::DiffClient::new(self.channel.clone());
         let action = "write the container's changed files as a layer";
-        let request = api::DiffRequest { left, right, media_type: media_type.to_owned(), ..Default::default() };
+        let request =
+            api::DiffRequest { left, right, media_type: media_type.to_owned(), ..Default::default() };
         let answer = client.diff(self.request(request)).await.map_err(failed(action))?;
         answer.into_inner().diff.ok_or_else(|| ContainerdError::Answer {
             action: action.into(),

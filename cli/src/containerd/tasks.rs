@@ -46,7 +46,9 @@ impl Containerd {
         let answer = self.tasks().get(self.request(request)).await.map_err(failed(action.clone()))?;
         match answer.into_inner().process {
             Some(process) if process.pid != 0 => Ok(process.pid),
-            _ => Err(ContainerdError::Answer { action, reason: "the container has no running process".into() }),
+            _ => {
+                Err(ContainerdError::Answer { action, reason: "the container has no running process".into() })
+            }
         }
     }
 
@@ -70,7 +72,10 @@ impl Containerd {
     /// When the request fails.
     pub async fn pause(&self, container: &str) -> Result<(), ContainerdError> {
         let request = api::PauseTaskRequest { container_id: container.to_owned() };
-        self.tasks().pause(self.request(request)).await.map_err(failed(format!("pause container {container}")))?;
+        self.tasks()
+            .pause(self.request(request))
+            .await
+            .map_err(failed(format!("pause container {container}")))?;
         Ok(())
     }
 
@@ -80,7 +85,10 @@ impl Containerd {
     /// When the request fails.
     pub async fn resume(&self, container: &str) -> Result<(), ContainerdError> {
         let request = api::ResumeTaskRequest { container_id: container.to_owned() };
-        self.tasks().resume(self.request(request)).await.map_err(failed(format!("resume container {container}")))?;
+        self.tasks()
+            .resume(self.request(request))
+            .await
+            .map_err(failed(format!("resume container {container}")))?;
         Ok(())
     }
 
@@ -98,7 +106,10 @@ impl Containerd {
         };
         self.tasks().kill(self.request(kill)).await.map_err(failed(format!("stop container {container}")))?;
         let wait = api::WaitRequest { container_id: container.to_owned(), exec_id: String::new() };
-        self.tasks().wait(self.request(wait)).await.map_err(failed(format!("wait for container {container}")))?;
+        self.tasks()
+            .wait(self.request(wait))
+            .await
+            .map_err(failed(format!("wait for container {container}")))?;
         Ok(())
     }
 
@@ -106,7 +117,11 @@ impl Containerd {
     ///
     /// # Errors
     /// When the request fails; the message quotes CRIU.
-    pub async fn checkpoint(&self, container: &str, options: &CheckpointOptions) -> Result<(), ContainerdError> {
+    pub async fn checkpoint(
+        &self,
+        container: &str,
+        options: &CheckpointOptions,
+    ) -> Result<(), ContainerdError> {
         let request = api::CheckpointTaskRequest {
             container_id: container.to_owned(),
             parent_checkpoint: String::new(),

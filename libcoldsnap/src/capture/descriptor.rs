@@ -11,9 +11,9 @@ use super::run::CaptureRequest;
 use crate::capsule;
 use crate::digest::Digest;
 use crate::format::artifact::{
-    Abi, Acceptance, Artifact, ArtifactError, COMPATIBILITY_POLICY, Capsule, CapsuleImage, Compatibility, DriverId,
-    DriverRef, Execution, FORMAT, Feature, KIND, Launch, Model, ModelPayloads, Native, Object, Part, Recovery,
-    Requirements, Runtime, STATE, SnapshotDriver, Unit, UnitCompatibility, Weights,
+    Abi, Acceptance, Artifact, ArtifactError, COMPATIBILITY_POLICY, Capsule, CapsuleImage, Compatibility,
+    DriverId, DriverRef, Execution, FORMAT, Feature, KIND, Launch, Model, ModelPayloads, Native, Object,
+    Part, Recovery, Requirements, Runtime, STATE, SnapshotDriver, Unit, UnitCompatibility, Weights,
 };
 use crate::format::canonical_json;
 use crate::format::recovery_manifest::ModelSource;
@@ -72,7 +72,11 @@ pub(super) fn write(
         requires: features,
         launch: Launch {
             engine: engine(&request.process.args),
-            model: model.map(|m| Model { id: m.model_id.clone(), revision: m.revision.clone(), source: None }),
+            model: model.map(|m| Model {
+                id: m.model_id.clone(),
+                revision: m.revision.clone(),
+                source: None,
+            }),
             units: vec![Unit { id: UNIT.to_owned(), facts: BTreeMap::new() }],
             execution: Execution {
                 workers: workers
@@ -108,7 +112,10 @@ pub(super) fn write(
         },
         runtime: Runtime { bindings: Vec::new() },
         weights: weights(payloads, model),
-        acceptance: Acceptance { accepted: true, expected: json!({"evidence": "images-proven-page-by-page"}) },
+        acceptance: Acceptance {
+            accepted: true,
+            expected: json!({"evidence": "images-proven-page-by-page"}),
+        },
     };
     let path = request.layer_root.join(capsule::ARTIFACT_PATH);
     artifact.write_new(&path)?;
@@ -117,8 +124,10 @@ pub(super) fn write(
 }
 
 fn weights(payloads: &[(String, &AdmittedPayload)], model: Option<&ModelSource>) -> Weights {
-    let objects: Vec<Object> =
-        payloads.iter().map(|(worker, payload)| Object::payload(worker, *payload.digest(), payload.bytes())).collect();
+    let objects: Vec<Object> = payloads
+        .iter()
+        .map(|(worker, payload)| Object::payload(worker, *payload.digest(), payload.bytes()))
+        .collect();
     Weights {
         native: (!objects.is_empty()).then_some(Native { snapshot_driver: DriverId::Host }),
         recovery: model.map(|model| Recovery {

@@ -55,11 +55,14 @@ impl Earlier {
     pub fn find(images: &ImageSet, root: &Path) -> Result<Self, EarlierError> {
         let mut earlier = Self::default();
         for file in &images.files {
-            let Some(inside) = file.reg.name().strip_prefix('/').and_then(|n| n.strip_prefix(HYDRATION_DIR)) else {
+            let Some(inside) = file.reg.name().strip_prefix('/').and_then(|n| n.strip_prefix(HYDRATION_DIR))
+            else {
                 continue;
             };
             let mut parts = inside.trim_start_matches('/').split('/');
-            let (Some(worker), Some(name), None) = (parts.next(), parts.next(), parts.next()) else { continue };
+            let (Some(worker), Some(name), None) = (parts.next(), parts.next(), parts.next()) else {
+                continue;
+            };
             let path = root.join(capsule::worker_dir(worker)).join(name);
             let found = || -> Result<EarlierFile, EarlierError> {
                 let bytes = MappedFile::open(&path).map_err(|e| unusable(&path, e))?;
@@ -147,4 +150,3 @@ impl Earlier {
 fn unusable(path: &Path, reason: impl ToString) -> EarlierError {
     EarlierError { path: path.to_owned(), reason: reason.to_string() }
 }
-

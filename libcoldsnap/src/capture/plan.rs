@@ -64,7 +64,9 @@ fn large_areas(vmas: &[VmaEntry], at_least: u64) -> Vec<bool> {
     for index in 0..vmas.len() {
         let last_of_stretch = vmas.get(index + 1).is_none_or(|next| {
             let vma = &vmas[index];
-            next.start() != vma.end() || next.prot() != vma.prot() || is_convertible(next) != is_convertible(vma)
+            next.start() != vma.end()
+                || next.prot() != vma.prot()
+                || is_convertible(next) != is_convertible(vma)
         });
         if last_of_stretch {
             let size = vmas[index].end().saturating_sub(vmas[first].start());

@@ -26,7 +26,11 @@ pub struct Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "process {} ({}) has descriptor {} open on {}: {}", self.pid, self.comm, self.fd, self.target, self.reason)
+        write!(
+            f,
+            "process {} ({}) has descriptor {} open on {}: {}",
+            self.pid, self.comm, self.fd, self.target, self.reason
+        )
     }
 }
 
@@ -121,6 +125,9 @@ mod tests {
     #[test]
     fn this_process_has_nothing_undumpable_but_a_foreign_file_is_found_in_text() {
         assert_eq!(mount_id("pos:\t0\nflags:\t0100000\nmnt_id:\t28\nino:\t5\n"), Some(28));
-        assert_eq!(mount_ids("28 1 254:0 / / rw - ext4 /dev/vda rw\n29 28 0:5 / /proc rw - proc proc rw\n").len(), 2);
+        assert_eq!(
+            mount_ids("28 1 254:0 / / rw - ext4 /dev/vda rw\n29 28 0:5 / /proc rw - proc proc rw\n").len(),
+            2
+        );
     }
 }

@@ -173,7 +173,10 @@ impl CaptureError {
 ///
 /// # Errors
 /// See [`CaptureError`]; the caller removes the staging directory.
-pub fn capture(request: &CaptureRequest<'_>, progress: &mut dyn Progress) -> Result<CaptureReport, CaptureError> {
+pub fn capture(
+    request: &CaptureRequest<'_>,
+    progress: &mut dyn Progress,
+) -> Result<CaptureReport, CaptureError> {
     let dump = ImageSet::read(request.dump_dir)?;
     let earlier = Earlier::find(&dump, request.container_root)?;
     let dumped_bytes = dump.processes.iter().map(|p| p.pages.len() as u64).sum();
@@ -203,9 +206,11 @@ pub fn capture(request: &CaptureRequest<'_>, progress: &mut dyn Progress) -> Res
     let residuals = earlier.bytes();
     let mut rewritten = BTreeMap::new();
     for worker in &planned {
-        let mappings = written.iter().find(|(w, _)| w.process.pid == worker.process.pid).map(|(_, done)| &done.mappings);
+        let mappings =
+            written.iter().find(|(w, _)| w.process.pid == worker.process.pid).map(|(_, done)| &done.mappings);
         let mappings = mappings.map_or(&[][..], Vec::as_slice);
-        let result = remap::rewrite_process(worker.process, &worker.memory, mappings, &residuals, &images_dir)?;
+        let result =
+            remap::rewrite_process(worker.process, &worker.memory, mappings, &residuals, &images_dir)?;
         rewritten.insert(worker.process.pid, result);
         progress.advance(worker.process.pages.len() as u64);
     }
@@ -269,7 +274,9 @@ fn effective_scope(dump: &ImageSet, request: &CaptureRequest<'_>) -> (MappingSco
     }
     let mut executables: BTreeMap<u64, &str> = BTreeMap::new();
     for process in &dump.processes {
-        for vma in process.mm.vmas.iter().filter(|v| v.prot() & PROT_EXEC != 0 && v.status() & FILE_PRIVATE != 0) {
+        for vma in
+            process.mm.vmas.iter().filter(|v| v.prot() & PROT_EXEC != 0 && v.status() & FILE_PRIVATE != 0)
+        {
             let file = dump.files.iter().find(|f| u64::from(f.id()) == vma.shmid());
             if let Some(file) = file {
                 executables.insert(vma.shmid(), file.reg.name());
@@ -406,7 +413,11 @@ fn prove_all(
     let mut proven = 0;
     for before in &dump.processes {
         let Some(now) = after.processes.iter().find(|p| p.pid == before.pid) else {
-            return Err(DumpError::Missing { dir: images_dir.to_owned(), name: format!("mm-{}.img", before.pid) }.into());
+            return Err(DumpError::Missing {
+                dir: images_dir.to_owned(),
+                name: format!("mm-{}.img", before.pid),
+            }
+            .into());
         };
         proven += prove::prove(before, &before_files, now, &after_files)?.bytes;
         progress.advance(before.pages.len() as u64);
@@ -426,7 +437,10 @@ fn write_facts(
     for entry in names {
         let entry = entry.map_err(|e| CaptureError::io("list", images_dir, e))?;
         let metadata = entry.metadata().map_err(|e| CaptureError::io("describe", &entry.path(), e))?;
-        images.push(ImageFacts { name: entry.file_name().to_string_lossy().into_owned(), bytes: metadata.len() });
+        images.push(ImageFacts {
+            name: entry.file_name().to_string_lossy().into_owned(),
+            bytes: metadata.len(),
+        });
     }
     images.sort_by(|a, b| a.name.cmp(&b.name));
     let system = rustix::system::uname();

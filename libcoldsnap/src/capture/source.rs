@@ -20,7 +20,8 @@ pub fn model_source(path: &Path, checkpoint: &Checkpoint) -> ModelSource {
         checkpoint.tensors().iter().map(|t| json!([t.name, t.file_index, t.file_offset, t.len])).collect();
     let metadata_sha256 = canonical_json::digest(&json!({"files": files, "tensors": tensors}));
     let (model_id, revision) = hugging_face(path).unwrap_or_else(|| {
-        let name = path.file_name().map_or_else(|| "checkpoint".to_owned(), |n| n.to_string_lossy().into_owned());
+        let name =
+            path.file_name().map_or_else(|| "checkpoint".to_owned(), |n| n.to_string_lossy().into_owned());
         (name, LOCAL.to_owned())
     });
     ModelSource { model_id, revision, metadata_sha256 }
@@ -30,7 +31,8 @@ fn hugging_face(path: &Path) -> Option<(String, String)> {
     let parts: Vec<&str> = path.iter().filter_map(|p| p.to_str()).collect();
     let at = parts.windows(3).position(|w| w[0].starts_with("models--") && w[1] == "snapshots")?;
     let revision = parts[at + 2];
-    let pinned = revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_digit() || matches!(b, b'a'..=b'f'));
+    let pinned =
+        revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_digit() || matches!(b, b'a'..=b'f'));
     pinned.then(|| (parts[at].trim_start_matches("models--").replacen("--", "/", 1), revision.to_owned()))
 }
 

@@ -138,7 +138,11 @@ impl<'a> PlannedWorker<'a> {
         let path = dir.join(capsule::RESIDUAL_NAME);
         let residual = self.write_residual(&path, &bytes, &entries, progress)?;
         for extent in &residual {
-            mappings.extend(self.mappings(&(extent.ptr..extent.ptr + extent.size), ids.residual, extent.offset));
+            mappings.extend(self.mappings(
+                &(extent.ptr..extent.ptr + extent.size),
+                ids.residual,
+                extent.offset,
+            ));
         }
         mappings.sort_unstable_by_key(|m| m.start);
 
@@ -254,7 +258,11 @@ impl<'a> PlannedWorker<'a> {
             // Where the bytes of a kept payload come from: as the earlier capsule says.
             let dir = request.container_root.join(capsule::worker_dir(&self.id));
             let earlier = RecoveryManifest::read(&dir.join(capsule::RECOVERY_MANIFEST_NAME))?;
-            return Ok(RecoveryManifest::from_native(native, earlier.model_source, earlier.recovery_sources)?);
+            return Ok(RecoveryManifest::from_native(
+                native,
+                earlier.model_source,
+                earlier.recovery_sources,
+            )?);
         }
         let source = |extent: &content_match::ModelExtent, checkpoint: &Checkpoint| RecoverySource {
             semantic_id: semantic_id::named(&extent.members),
@@ -313,7 +321,11 @@ impl<'a> PlannedWorker<'a> {
             }
         }
         if at != range.end || slices.iter().map(|s| s.len() as u64).sum::<u64>() != range.end - range.start {
-            return Err(CaptureError::NotPresent { pid: self.process.pid, start: range.start, end: range.end });
+            return Err(CaptureError::NotPresent {
+                pid: self.process.pid,
+                start: range.start,
+                end: range.end,
+            });
         }
         Ok(slices)
     }
@@ -340,12 +352,16 @@ fn find_model(
     let bytes = earlier.bytes();
     let mut regions: Vec<MemoryRegion<'_>> = Vec::new();
     let mut previous: Option<crate::criu::runs::PageRun> = None;
-    for run in memory.runs.iter().filter(|r| r.vma.is_some_and(|i| crate::criu::runs::is_convertible(&memory.vmas[i])))
+    for run in memory
+        .runs
+        .iter()
+        .filter(|r| r.vma.is_some_and(|i| crate::criu::runs::is_convertible(&memory.vmas[i])))
     {
         // Runs that lie side by side in memory and in their source are one region: matches cross their border.
         let joined = previous.filter(|p| p.end == run.start && sub_run(p, p.end, p.end).source == run.source);
         let start = joined.map_or(run.start, |p| p.start);
-        let whole = crate::criu::runs::PageRun { start, source: joined.map_or(run.source, |p| p.source), ..*run };
+        let whole =
+            crate::criu::runs::PageRun { start, source: joined.map_or(run.source, |p| p.source), ..*run };
         let Some(data) = bytes_of(process, &bytes, &whole) else { continue };
         if joined.is_some() {
             regions.pop();

@@ -68,10 +68,15 @@ pub fn split<'a>(name: &str, magic: Magic, bytes: &'a [u8]) -> Result<Vec<&'a [u
     };
     let (first, second) = (word(0), word(4));
     if first != Some(IMG_COMMON_MAGIC) {
-        return Err(malformed(format!("first word is {first:x?}, expected {IMG_COMMON_MAGIC:#x} (format 1.1)")));
+        return Err(malformed(format!(
+            "first word is {first:x?}, expected {IMG_COMMON_MAGIC:#x} (format 1.1)"
+        )));
     }
     if second != Some(magic as u32) {
-        return Err(malformed(format!("second word is {second:x?}, expected {:#x} ({magic:?})", magic as u32)));
+        return Err(malformed(format!(
+            "second word is {second:x?}, expected {:#x} ({magic:?})",
+            magic as u32
+        )));
     }
     let mut entries = Vec::new();
     let mut at = 8;
@@ -120,7 +125,8 @@ impl Builder {
     pub fn push(&mut self, message: &impl Message) -> Result<(), ImageError> {
         let malformed = |reason: String| ImageError::Malformed { name: self.name.clone(), reason };
         let body = message.write_to_bytes().map_err(|e| malformed(e.to_string()))?;
-        let size = u32::try_from(body.len()).map_err(|_| malformed(format!("entry of {} bytes", body.len())))?;
+        let size =
+            u32::try_from(body.len()).map_err(|_| malformed(format!("entry of {} bytes", body.len())))?;
         self.bytes.extend(size.to_le_bytes());
         self.bytes.extend(body);
         Ok(())
@@ -165,7 +171,10 @@ pub fn read_bytes(path: &Path) -> Result<Vec<u8>, ImageError> {
     let error = |source| ImageError::Io { action: "read", path: path.to_owned(), source };
     let size = fs::metadata(path).map_err(error)?.len();
     if size > MAX_IMAGE {
-        return Err(ImageError::Malformed { name: file_name(path), reason: format!("{size} bytes is too large") });
+        return Err(ImageError::Malformed {
+            name: file_name(path),
+            reason: format!("{size} bytes is too large"),
+        });
     }
     fs::read(path).map_err(error)
 }
@@ -175,8 +184,11 @@ pub fn read_bytes(path: &Path) -> Result<Vec<u8>, ImageError> {
 /// # Errors
 /// Any I/O error.
 pub fn write(path: &Path, image: Builder) -> Result<(), ImageError> {
-    fs::write(path, image.into_bytes())
-        .map_err(|source| ImageError::Io { action: "write", path: path.to_owned(), source })
+    fs::write(path, image.into_bytes()).map_err(|source| ImageError::Io {
+        action: "write",
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// The last component of `path` for error messages.

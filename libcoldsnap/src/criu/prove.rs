@@ -13,7 +13,9 @@ use super::{map_flags, vma_status};
 
 /// The two image sets differ.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("process {pid}: the rewritten images restore other memory at {start:#x}-{end:#x} than the dump: {difference}")]
+#[error(
+    "process {pid}: the rewritten images restore other memory at {start:#x}-{end:#x} than the dump: {difference}"
+)]
 pub struct Unproven {
     /// The process.
     pub pid: u32,
@@ -80,8 +82,11 @@ pub fn prove(
                 proof.bytes += end - start;
             }
             (Content::Zero, Content::Zero) => {}
-            (Content::Other { file: a, offset: x }, Content::Other { file: b, offset: y }) if (a, x) == (b, y) => {}
-            (Content::Unreadable, _) | (_, Content::Unreadable) => return fail("a file is shorter than its mapping"),
+            (Content::Other { file: a, offset: x }, Content::Other { file: b, offset: y })
+                if (a, x) == (b, y) => {}
+            (Content::Unreadable, _) | (_, Content::Unreadable) => {
+                return fail("a file is shorter than its mapping");
+            }
             _ => return fail("the source of the bytes"),
         }
         proof.intervals += 1;

@@ -10,8 +10,8 @@ use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use super::image::{Builder, ImageError, Magic, write};
-use super::proto::{FileEntry, FownEntry, MntEntry, PagemapEntry, RegFileEntry, VmaEntry};
 use super::process::ProcessImages;
+use super::proto::{FileEntry, FownEntry, MntEntry, PagemapEntry, RegFileEntry, VmaEntry};
 use super::runs::{PAGE_SIZE, PageRun, ProcessMemory, Source, sub_run};
 use super::{map_flags, pagemap_flags, vma_status};
 
@@ -138,7 +138,11 @@ fn rewrite_areas(pid: u32, vmas: &[VmaEntry], mappings: &[Mapping]) -> Result<Ve
         let mut at = vma.start();
         for mapping in mappings[first..].iter().take_while(|m| m.start < vma.end()) {
             if mapping.start < at || mapping.end > vma.end() {
-                return Err(plan(pid, mapping, "it is not inside one memory area, or overlaps another mapping"));
+                return Err(plan(
+                    pid,
+                    mapping,
+                    "it is not inside one memory area, or overlaps another mapping",
+                ));
             }
             if [mapping.start, mapping.end, mapping.offset].iter().any(|x| x % PAGE_SIZE != 0) {
                 return Err(plan(pid, mapping, "it is not page aligned"));
@@ -274,10 +278,7 @@ mod tests {
     fn a_mapping_in_the_middle_makes_three_areas() {
         let areas = rewrite_areas(1, &[area(0x1000, 0x9000)], &[mapping(0x3000, 0x5000)]).unwrap();
         let got: Vec<_> = areas.iter().map(|a| (a.start(), a.end(), a.shmid(), a.flags())).collect();
-        assert_eq!(
-            got,
-            [(0x1000, 0x3000, 0, 0x22), (0x3000, 0x5000, 9, 0x2), (0x5000, 0x9000, 0, 0x22)]
-        );
+        assert_eq!(got, [(0x1000, 0x3000, 0, 0x22), (0x3000, 0x5000, 9, 0x2), (0x5000, 0x9000, 0, 0x22)]);
         assert_eq!(areas[1].status(), vma_status::FILE_PRIVATE | 1);
         assert_eq!(areas[1].pgoff(), 0x1000);
     }
@@ -301,9 +302,6 @@ mod tests {
         let run = PageRun { start: 0x1000, end: 0x9000, source: Source::Pages(0), flags: 4, vma: Some(0) };
         let left = remaining(&[run], &[mapping(0x1000, 0x2000), mapping(0x4000, 0x5000)]);
         let got: Vec<_> = left.iter().map(|r| (r.start, r.end, r.source)).collect();
-        assert_eq!(
-            got,
-            [(0x2000, 0x4000, Source::Pages(0x1000)), (0x5000, 0x9000, Source::Pages(0x4000))]
-        );
+        assert_eq!(got, [(0x2000, 0x4000, Source::Pages(0x1000)), (0x5000, 0x9000, Source::Pages(0x4000))]);
     }
 }

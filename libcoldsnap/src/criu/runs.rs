@@ -87,15 +87,20 @@ pub fn pagemap_runs(process: &ProcessImages) -> Result<Vec<PageRun>, ImageError>
         let start = entry.vaddr();
         let flags = if entry.has_flags() { entry.flags() } else { PRESENT };
         if flags & PARENT != 0 || entry.in_parent() || flags & PRESENT == 0 {
-            return Err(malformed(format!("entry {start:#x} has flags {flags:#x}: its pages are not in this dump")));
+            return Err(malformed(format!(
+                "entry {start:#x} has flags {flags:#x}: its pages are not in this dump"
+            )));
         }
         let bytes = page_count(entry)
             .checked_mul(PAGE_SIZE)
             .filter(|bytes| *bytes > 0)
             .ok_or_else(|| malformed(format!("entry {start:#x} has {} pages", page_count(entry))))?;
-        let end = start.checked_add(bytes).ok_or_else(|| malformed(format!("entry {start:#x} wraps around")))?;
+        let end =
+            start.checked_add(bytes).ok_or_else(|| malformed(format!("entry {start:#x} wraps around")))?;
         if start % PAGE_SIZE != 0 || start < previous_end {
-            return Err(malformed(format!("entry {start:#x} is unaligned, unordered or overlaps the one before")));
+            return Err(malformed(format!(
+                "entry {start:#x} is unaligned, unordered or overlaps the one before"
+            )));
         }
         runs.push(PageRun { start, end, source: Source::Pages(offset), flags, vma: None });
         offset += bytes;
@@ -144,7 +149,10 @@ fn is_area(vma: &VmaEntry) -> bool {
 /// # Errors
 /// [`ImageError::Malformed`] for a pagemap that does not fit its pages, areas that overlap, or a mapping
 /// that reaches beyond its residual.
-pub fn memory_of(process: &ProcessImages, residuals: &BTreeMap<u32, u64>) -> Result<ProcessMemory, ImageError> {
+pub fn memory_of(
+    process: &ProcessImages,
+    residuals: &BTreeMap<u32, u64>,
+) -> Result<ProcessMemory, ImageError> {
     let name = format!("mm-{}.img", process.pid);
     let malformed = |reason: String| ImageError::Malformed { name: name.clone(), reason };
     let mut vmas = process.mm.vmas.clone();

@@ -54,6 +54,16 @@ pub enum DocumentError {
     },
 }
 
+impl DocumentError {
+    /// The stable name of the kind of error.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "Io",
+            Self::Format { .. } => "Malformed",
+        }
+    }
+}
+
 /// Parses exactly one JSON value.
 pub(crate) fn parse<T: DeserializeOwned>(document: &'static str, bytes: &[u8]) -> Result<T, FormatError> {
     let mut json = serde_json::Deserializer::from_slice(bytes);

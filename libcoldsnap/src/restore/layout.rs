@@ -29,7 +29,9 @@ pub enum LayoutMismatch {
     Manifest(String),
     #[error("{file} has {found} bytes, the native manifest says {expected}")]
     Size { file: &'static str, expected: u64, found: u64 },
-    #[error("the CRIU images map {file} at {start:#x}-{end:#x}, offset {offset:#x}, which is no extent of the manifest")]
+    #[error(
+        "the CRIU images map {file} at {start:#x}-{end:#x}, offset {offset:#x}, which is no extent of the manifest"
+    )]
     Unlisted { file: &'static str, start: u64, end: u64, offset: u64 },
     #[error("the CRIU images map only {mapped} of the {listed} bytes that the manifest lists for {file}")]
     Unmapped { file: &'static str, mapped: u64, listed: u64 },
@@ -63,9 +65,11 @@ pub fn check(
     // A worker without a payload must not list model bytes.
     same_size(capsule::PACK_NAME, manifest.model_blob_bytes, payload.map_or(0, AdmittedPayload::bytes))?;
 
-    let files: Vec<FileEntry> = entries(&read(&format!("{}/files.img", capsule::IMAGES_DIR))?, "files.img", Magic::Files)?;
+    let files: Vec<FileEntry> =
+        entries(&read(&format!("{}/files.img", capsule::IMAGES_DIR))?, "files.img", Magic::Files)?;
     let mm_name = format!("mm-{}.img", worker.pid);
-    let mm: Vec<MmEntry> = entries(&read(&format!("{}/{mm_name}", capsule::IMAGES_DIR))?, &mm_name, Magic::Mm)?;
+    let mm: Vec<MmEntry> =
+        entries(&read(&format!("{}/{mm_name}", capsule::IMAGES_DIR))?, &mm_name, Magic::Mm)?;
     let model = manifest.model_weight_extents.iter().map(|e| (e.ptr, e.size, e.offset));
     let residual = manifest.residual_extents.iter().map(|e| (e.ptr, e.size, e.offset));
     check_file(&mm, &files, &dir, capsule::PACK_NAME, model)?;

@@ -202,7 +202,8 @@ impl RestorePlan {
     /// Starts reading what the restored process will map into the page cache, in a thread; ends early when
     /// the answer is dropped.
     pub fn start_read_ahead(&self) -> ReadAhead {
-        let images = std::fs::read_dir(&self.images_dir).into_iter().flatten().flatten().map(|entry| entry.path());
+        let images =
+            std::fs::read_dir(&self.images_dir).into_iter().flatten().flatten().map(|entry| entry.path());
         let payloads = self.payloads.iter().map(|p| p.path().to_owned());
         ReadAhead::start(images.chain(self.residuals.iter().cloned()).chain(payloads).collect())
     }
@@ -224,10 +225,8 @@ pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, R
     let Some(artifact) = root::read_optional(live.rootfs, capsule::ARTIFACT_PATH)? else {
         return cold(ColdReason::NoCapsule);
     };
-    let artifact = Artifact::parse(&artifact).map_err(|e| Refusal::Malformed {
-        path: capsule::ARTIFACT_PATH.to_owned(),
-        reason: e.to_string(),
-    })?;
+    let artifact = Artifact::parse(&artifact)
+        .map_err(|e| Refusal::Malformed { path: capsule::ARTIFACT_PATH.to_owned(), reason: e.to_string() })?;
     let facts = root::read(live.rootfs, capsule::CAPTURE_PATH)?;
     let facts = CaptureFacts::parse(capsule::CAPTURE_PATH, &facts).map_err(Refusal::from)?;
     let requested = process_args(live.spec);
@@ -285,7 +284,10 @@ fn mounts(spec: &Value) -> impl Iterator<Item = (&str, &str)> {
     let mounts = spec.get("mounts").and_then(Value::as_array);
     mounts.into_iter().flatten().filter_map(|mount| {
         let destination = mount.get("destination")?.as_str()?;
-        Some((destination.trim_end_matches('/'), mount.get("source").and_then(Value::as_str).unwrap_or_default()))
+        Some((
+            destination.trim_end_matches('/'),
+            mount.get("source").and_then(Value::as_str).unwrap_or_default(),
+        ))
     })
 }
 

@@ -85,7 +85,8 @@ fn is_cached(file: &File, len: u64) -> bool {
     let mut stat = Cachestat::default();
     // SAFETY: both structs have the kernel's layout (uapi/linux/mman.h) and live across the call; the descriptor
     // is open; the kernel writes only into `stat`.
-    let answer = unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0) };
+    let answer =
+        unsafe { libc::syscall(SYS_CACHESTAT, file.as_raw_fd(), &raw const range, &raw mut stat, 0) };
     let pages = len.div_ceil(rustix::param::page_size() as u64);
     answer == 0 && stat.cached.saturating_mul(100) >= pages.saturating_mul(99)
 }

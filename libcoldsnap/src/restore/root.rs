@@ -51,7 +51,6 @@ pub fn read_optional(rootfs: &Path, path: &str) -> Result<Option<Vec<u8>>, Refus
     }
 }
 
-
 #[cfg(test)]
 mod tests {
     use std::fs;

@@ -68,9 +68,10 @@ impl BaseImage {
         let mut digest = target.digest;
         let mut document = read_json(containerd, &what, &digest).await?;
         if let Some(manifests) = document.get("manifests").and_then(Value::as_array) {
-            let wanted = manifests.iter().find(|m| is_this_platform(m)).ok_or_else(|| {
-                unusable(&what, format!("it has no manifest for linux/{}", architecture()))
-            })?;
+            let wanted = manifests
+                .iter()
+                .find(|m| is_this_platform(m))
+                .ok_or_else(|| unusable(&what, format!("it has no manifest for linux/{}", architecture())))?;
             digest = text(wanted, "digest").to_owned();
             document = read_json(containerd, &what, &digest).await?;
         }
@@ -89,7 +90,8 @@ impl BaseImage {
     /// The layers without an earlier capsule layer.
     fn layers(&self) -> Result<Vec<ImageLayer>, ContainerdError> {
         let descriptors = self.manifest.get("layers").and_then(Value::as_array).cloned().unwrap_or_default();
-        let diff_ids = self.config.pointer("/rootfs/diff_ids").and_then(Value::as_array).cloned().unwrap_or_default();
+        let diff_ids =
+            self.config.pointer("/rootfs/diff_ids").and_then(Value::as_array).cloned().unwrap_or_default();
         if descriptors.len() != diff_ids.len() {
             let reason = format!("{} layers and {} diff ids", descriptors.len(), diff_ids.len());
             return Err(unusable("the image's manifest and configuration", reason));
@@ -125,7 +127,8 @@ pub async fn write(
     let config = configuration(&base.config, &layers, process, target.artifact);
     let chain = chain_ids(&layers)?;
     let top = chain.last().cloned().unwrap_or_default();
-    let config_labels = HashMap::from([(format!("containerd.io/gc.ref.snapshot.{}", target.snapshotter), top)]);
+    let config_labels =
+        HashMap::from([(format!("containerd.io/gc.ref.snapshot.{}", target.snapshotter), top)]);
     let config = containerd.write_document(&to_bytes(&config)?, config_labels).await?;
 
     let manifest = json!({
@@ -138,7 +141,9 @@ pub async fn write(
     let mut labels: HashMap<String, String> = layers
         .iter()
         .enumerate()
-        .map(|(n, l)| (format!("containerd.io/gc.ref.content.l.{n}"), text(&l.descriptor, "digest").to_owned()))
+        .map(|(n, l)| {
+            (format!("containerd.io/gc.ref.content.l.{n}"), text(&l.descriptor, "digest").to_owned())
+        })
         .collect();
     labels.insert("containerd.io/gc.ref.content.config".to_owned(), config.digest.to_string());
     let manifest = containerd.write_document(&to_bytes(&manifest)?, labels).await?;
@@ -146,7 +151,13 @@ pub async fn write(
     let mut parent = String::new();
     for (layer, chain_id) in layers.iter().zip(&chain) {
         containerd
-            .unpack_layer(target.snapshotter, to_descriptor(&layer.descriptor), &parent, chain_id, target.attempt)
+            .unpack_layer(
+                target.snapshotter,
+                to_descriptor(&layer.descriptor),
+                &parent,
+                chain_id,
+                target.attempt,
+            )
             .await?;
         parent.clone_from(chain_id);
     }
@@ -223,7 +234,12 @@ async fn write_capsule_layer(
 
 /// The base image's configuration with the new layers, and the captured process as the command, so that an
 /// ordinary run of the image asks for the captured process.
-fn configuration(base: &Value, layers: &[ImageLayer], process: &ProcessConfig<'_>, artifact: &Digest) -> Value {
+fn configuration(
+    base: &Value,
+    layers: &[ImageLayer],
+    process: &ProcessConfig<'_>,
+    artifact: &Digest,
+) -> Value {
     let mut config = base.clone();
     config["rootfs"] =
         json!({"type": "layers", "diff_ids": layers.iter().map(|l| l.diff_id.clone()).collect::<Vec<_>>()});
@@ -293,7 +309,8 @@ fn annotation_pointer() -> String {
 fn is_this_platform(manifest: &Value) -> bool {
     let platform = |field: &str| manifest.pointer(&format!("/platform/{field}")).and_then(Value::as_str);
     // A manifest without a platform is for any.
-    platform("os").is_none_or(|os| os == "linux") && platform("architecture").is_none_or(|a| a == architecture())
+    platform("os").is_none_or(|os| os == "linux")
+        && platform("architecture").is_none_or(|a| a == architecture())
 }
 
 fn architecture() -> &'static str {
@@ -320,7 +337,9 @@ mod tests {
     fn an_earlier_capsule_layer_is_replaced() {
         let digests: Vec<String> = (0..3).map(|n| Digest::of(&[n]).to_string()).collect();
         let (descriptors, ids): (Vec<_>, Vec<_>) =
-            [layer(&digests[0], false), layer(&digests[1], true), layer(&digests[2], false)].into_iter().unzip();
+            [layer(&digests[0], false), layer(&digests[1], true), layer(&digests[2], false)]
+                .into_iter()
+                .unzip();
         let base = BaseImage {
             manifest: json!({"layers": descriptors}),
             config: json!({"rootfs": {"diff_ids": ids}, "history": [{"created_by": "a"}, {"empty_layer": true}, {"created_by": "b"}]}),

@@ -227,9 +227,25 @@ async fn capture_container(
     let base = BaseImage::read(&containerd, &container.image).await?;
     let checkpoint = if args.model.is_empty() { None } else { Some(Checkpoint::open_all(&args.model)?) };
 
-    let staging = Staging::create(&store, &capture_id)
-        .map_err(|source| CaptureCommandError::Io { action: "stage the capture in", path: store.root().into(), source })?;
-    let mut job = Job { args, output, store, containerd, container, facts, base, checkpoint, staging, capture_id, pid, now };
+    let staging = Staging::create(&store, &capture_id).map_err(|source| CaptureCommandError::Io {
+        action: "stage the capture in",
+        path: store.root().into(),
+        source,
+    })?;
+    let mut job = Job {
+        args,
+        output,
+        store,
+        containerd,
+        container,
+        facts,
+        base,
+        checkpoint,
+        staging,
+        capture_id,
+        pid,
+        now,
+    };
     job.containerd.take_lease(&format!("coldsnap-{}", job.capture_id)).await?;
     let result = tokio::select! {
         result = job.run(began) => result,
@@ -258,7 +274,11 @@ async fn clean_up_after_others(args: &Args, store: &NodeStore) -> Result<(), Cap
     let error = |source| CaptureCommandError::Io { action: "clean up", path: store.root().into(), source };
     for frozen in staging::sweep(store).map_err(error)? {
         let Frozen { namespace, container } = &frozen;
-        tracing::warn!(namespace, container, "an interrupted capture left this container frozen; it is resumed");
+        tracing::warn!(
+            namespace,
+            container,
+            "an interrupted capture left this container frozen; it is resumed"
+        );
         let containerd = Containerd::connect(&args.address, namespace).await?;
         let _ = containerd.resume(container).await;
     }
@@ -364,7 +384,8 @@ impl Job {
         let checkpoint = self.checkpoint.take();
         let first = self.args.model.first().cloned();
         let (store, output) = (self.store.clone(), self.output);
-        let (dump, layer_root, layer_file) = (self.staging.dump(), self.staging.layer(), self.staging.layer_file());
+        let (dump, layer_root, layer_file) =
+            (self.staging.dump(), self.staging.layer(), self.staging.layer_file());
         let root = PathBuf::from(format!("/proc/{}/root", self.pid));
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let request = OwnedRequest {
