@@ -9,7 +9,7 @@ mod console;
 mod container;
 mod control;
 mod create;
-mod criu_log;
+mod criu;
 mod delete;
 mod error;
 mod events;

@@ -11,6 +11,8 @@ use coldsnap::capsule;
 use serde_json::Value;
 use thiserror::Error;
 
+use crate::criu::TCP_CLOSE;
+
 /// What annotation `coldsnap.io/restore` asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RestoreMode {
@@ -131,7 +133,8 @@ impl RestorePlan for CheckpointImages {
     }
 
     fn criu_config(&self) -> String {
-        String::new()
+        // Clients of the others have gone; CRIU refuses images with connections without this.
+        format!("{TCP_CLOSE}\n")
     }
 
     fn capture_id(&self) -> &str {

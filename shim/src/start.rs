@@ -124,7 +124,7 @@ fn prepare_work_directory(work: &Path) -> Result<(), TaskError> {
 
 fn explained(error: &RuncError, capture: &str, work: &Path) -> TaskError {
     let log = work.join("restore.log");
-    let lines = crate::criu_log::decisive_lines(&log);
+    let lines = crate::criu::decisive_lines(&log);
     match lines.is_empty() {
         true => TaskError::Other(format!("cannot restore {capture}: {error}")),
         false => TaskError::Other(format!(

@@ -1,6 +1,9 @@
-//! What CRIU says about a failure: the lines of its log that decide.
+//! CRIU's configuration and log, as far as the shim deals with them itself.
 
 use std::path::Path;
+
+/// Configuration line: connections are dumped as closed ones and come back as closed ones.
+pub const TCP_CLOSE: &str = "tcp-close";
 
 /// A log may hold the same complaint for every page; a message needs a few.
 const LINES: usize = 5;
