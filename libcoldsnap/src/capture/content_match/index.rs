@@ -8,8 +8,8 @@
 //! Some words are useless and would cost time without limit: zero words are never anchors, a word
 //! equal to its predecessor adds nothing to it, and a word has at most [`MAX_CANDIDATES`] places. A
 //! large tensor that is left without an anchor gets one by force; memory words are checked against
-//! the few forced ones too, if there are any. A small tensor without an anchor matters only as the
-//! filling between larger ones: it is looked for there and nowhere else.
+//! the few forced ones too, if there are any. A small tensor may have no anchor, or make no run that
+//! is long enough; it matters only as the filling between larger ones and is looked for there.
 
 use std::collections::HashMap;
 
@@ -21,7 +21,7 @@ pub(super) const MAX_CANDIDATES: usize = 4;
 /// Anchors aimed at for the whole checkpoint: bounds the table to 512 MiB. A checkpoint with more
 /// words gets sparser anchors.
 const MAX_ANCHORS: usize = 1 << 25;
-/// Largest tensor that is only looked for between runs, instead of getting anchors by force.
+/// Largest tensor that is looked for between runs too, and so needs no anchor by force.
 pub(super) const MAX_SMALL: usize = 8192;
 /// Small tensors that are kept of those that begin with the same word.
 const SMALL_PER_WORD: usize = 16;
@@ -143,12 +143,9 @@ impl AnchorIndex {
             words_seen += data.len() / 8;
             let before = index.anchors;
             index.add_selected(tensor, data, anchor_budget(words_seen, interval_log) + forced);
-            if index.anchors != before {
-                continue;
-            }
             if data.len() <= MAX_SMALL {
                 index.small.insert(position, data);
-            } else {
+            } else if index.anchors == before {
                 forced += index.add_forced(tensor, data, FORCED_PER_TENSOR.min(MAX_FORCED - forced));
             }
         }
@@ -266,7 +263,7 @@ impl AnchorIndex {
         super::index(key >> self.slot_shift)
     }
 
-    /// The small tensors that are found only between runs.
+    /// The small tensors.
     pub(super) fn small(&self) -> &SmallTensors {
         &self.small
     }

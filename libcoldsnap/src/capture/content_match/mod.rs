@@ -256,3 +256,6 @@ fn check_regions<'a>(regions: &[MemoryRegion<'a>]) -> Result<Vec<MemoryRegion<'a
     }
     Ok(regions)
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,6 +15,8 @@ use super::{MatchStats, MemoryRegion};
 
 /// Memory that is scanned in one go.
 const CHUNK: usize = 32 << 20;
+/// Bytes of small tensors that are compared for each byte between runs, at most.
+const SMALL_EFFORT: usize = 16;
 /// How far from a run small tensors are looked for: there may be several, with their padding.
 const NEAR: usize = 2 * MAX_SMALL;
 
@@ -25,8 +27,6 @@ pub(super) struct Run {
     pub len: usize,
     pub file: usize,
     pub file_offset: usize,
-    /// Kept however short: it is a whole tensor.
-    whole: bool,
 }
 
 impl Run {
@@ -105,9 +105,9 @@ impl<'a> Scanner<'a> {
             by_region[chunks[position].0].extend(runs);
         }
         for (runs, memory) in by_region.iter_mut().zip(regions) {
-            let stitched = self.stitch(memory.data, std::mem::take(runs), stats);
-            *runs = self.fill_gaps(memory.data, stitched, stats);
-            runs.retain(|run| run.len >= self.min_run || run.whole);
+            let mut long = self.stitch(memory.data, std::mem::take(runs), stats);
+            long.retain(|run| run.len >= self.min_run);
+            *runs = self.fill_gaps(memory.data, long, stats);
             self.settle_borders(memory.data, runs);
         }
         by_region
@@ -168,7 +168,7 @@ impl<'a> Scanner<'a> {
             stats.compared_bytes += (left + right) as u64;
             if best.is_none_or(|best| left + right > best.len) {
                 let (start, file_offset) = (position - left, offset - left);
-                best = Some(Run { start, len: left + right, file, file_offset, whole: false });
+                best = Some(Run { start, len: left + right, file, file_offset });
             }
         }
         let accepted = best.filter(|run| {
@@ -252,28 +252,29 @@ impl<'a> Scanner<'a> {
 
     /// Adds the small tensors in `gap`.
     fn add_small(&self, data: &[u8], gap: Range<usize>, runs: &mut Vec<Run>, stats: &mut MatchStats) {
+        let mut effort = gap.len() * SMALL_EFFORT;
         // The run before may reach into the word at which the tensor begins.
         let mut at = gap.start / 8 * 8;
         while let Some(word) = data[at.min(gap.end)..gap.end].first_chunk() {
-            let tensors = self.index.small().beginning_with(u64::from_le_bytes(*word));
-            let found = tensors.iter().find_map(|&(position, offset)| {
+            let mut found = None;
+            for &(position, offset) in self.index.small().beginning_with(u64::from_le_bytes(*word)) {
                 let tensor = &self.checkpoint.tensors()[position];
                 let content = self.checkpoint.tensor_data(tensor);
-                let start = at.checked_sub(offset)?;
+                let Some(start) = at.checked_sub(offset) else { continue };
+                let equal = common_prefix(&data[start..gap.end], content);
                 stats.candidates += 1;
-                if data[..gap.end].get(start..start + content.len()) != Some(content) {
-                    return None;
+                stats.compared_bytes += equal as u64;
+                if equal == content.len() && start + equal > gap.start {
+                    let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
+                    found = Some(Run { start, len: equal, file, file_offset }.from(gap.start));
+                    break;
                 }
-                stats.compared_bytes += content.len() as u64;
-                let file_offset = index(tensor.file_offset);
-                let run =
-                    Run { start, len: content.len(), file: tensor.file_index, file_offset, whole: true };
-                (run.end() > gap.start).then(|| run.from(gap.start))
-            });
-            at = match found {
-                Some(run) => run.end().next_multiple_of(8),
-                None => at + 8,
-            };
+                effort = effort.saturating_sub(equal);
+                if effort == 0 {
+                    return;
+                }
+            }
+            at = found.map_or(at + 8, |run| run.end().next_multiple_of(8));
             runs.extend(found);
         }
     }
