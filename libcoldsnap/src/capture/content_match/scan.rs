@@ -27,6 +27,8 @@ pub(super) struct Run {
     pub len: usize,
     pub file: usize,
     pub file_offset: usize,
+    /// Long enough to be kept, perhaps only together with bytes that an earlier run has.
+    kept: bool,
 }
 
 impl Run {
@@ -106,7 +108,7 @@ impl<'a> Scanner<'a> {
         }
         for (runs, memory) in by_region.iter_mut().zip(regions) {
             let mut long = self.stitch(memory.data, std::mem::take(runs), stats);
-            long.retain(|run| run.len >= self.min_run);
+            long.retain(|run| run.kept || run.len >= self.min_run);
             *runs = self.fill_gaps(memory.data, long, stats);
             self.settle_borders(memory.data, runs);
         }
@@ -167,14 +169,14 @@ impl<'a> Scanner<'a> {
             stats.candidates += 1;
             stats.compared_bytes += (left + right) as u64;
             if best.is_none_or(|best| left + right > best.len) {
-                let (start, file_offset) = (position - left, offset - left);
-                best = Some(Run { start, len: left + right, file, file_offset });
+                let (start, len, file_offset) = (position - left, left + right, offset - left);
+                best = Some(Run { start, len, file, file_offset, kept: len >= self.min_run });
             }
         }
         let accepted = best.filter(|run| {
             let at_border = (run.start == chunk.start && chunk.start != 0)
                 || (run.end() == chunk.end && chunk.end != data.len());
-            run.len >= self.min_run || at_border
+            run.kept || at_border
         });
         if accepted.is_none() && tried {
             *failed = Failed { position, word };
@@ -208,6 +210,7 @@ impl<'a> Scanner<'a> {
                         && previous.file_end() == run.file_offset =>
                 {
                     previous.len += run.len;
+                    previous.kept |= run.kept;
                 }
                 _ => stitched.push(run),
             }
@@ -266,7 +269,7 @@ impl<'a> Scanner<'a> {
                 stats.compared_bytes += equal as u64;
                 if equal == content.len() && start + equal > gap.start {
                     let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
-                    found = Some(Run { start, len: equal, file, file_offset }.from(gap.start));
+                    found = Some(Run { start, len: equal, file, file_offset, kept: true }.from(gap.start));
                     break;
                 }
                 effort = effort.saturating_sub(equal);
