@@ -8,7 +8,8 @@
 //! Some words are useless and would cost time without limit: zero words are never anchors, a word
 //! equal to its predecessor adds nothing to it, and a word has at most [`MAX_CANDIDATES`] places. A
 //! large tensor that is left without an anchor gets one by force; memory words are checked against
-//! the few forced ones too, if there are any.
+//! the few forced ones too, if there are any. A small tensor may have no anchor, or make no run that
+//! is long enough; it matters only as the filling between larger ones and is looked for there.
 
 use std::collections::HashMap;
 
@@ -20,9 +21,10 @@ pub(super) const MAX_CANDIDATES: usize = 4;
 /// Anchors aimed at for the whole checkpoint: bounds the table to 512 MiB. A checkpoint with more
 /// words gets sparser anchors.
 const MAX_ANCHORS: usize = 1 << 25;
-/// Smallest tensor that gets anchors by force: a smaller one fills no page, and is of use only
-/// beside its neighbours, where it is found without anchors.
-const FORCED_MIN_BYTES: usize = 4096;
+/// Largest tensor that is looked for between runs too, and so needs no anchor by force.
+pub(super) const MAX_SMALL: usize = 8192;
+/// Small tensors that are kept of those that begin with the same word.
+const SMALL_PER_WORD: usize = 16;
 /// Anchors by force per tensor and in all; the latter keeps the bitmap of forced anchors sparse.
 const FORCED_PER_TENSOR: usize = 2;
 const MAX_FORCED: usize = 1 << 13;
@@ -41,7 +43,8 @@ pub(super) struct AnchorIndex {
     /// A word is an anchor when its hash minus one is below this (so that zero never is).
     threshold: u64,
     /// The hashes of forced anchors, none for most checkpoints.
-    forced: Option<Box<ForcedSet>>,
+    forced: Option<Box<WordSet>>,
+    small: SmallTensors,
     filter: Bitmap,
     slots: Vec<u64>,
     slot_shift: u32,
@@ -121,6 +124,7 @@ impl AnchorIndex {
         let mut index = Self {
             threshold: u64::MAX >> interval_log,
             forced: None,
+            small: SmallTensors::default(),
             filter: Bitmap::new(capacity * 8),
             slots: vec![0; 1 << slots_log],
             slot_shift: 64 - slots_log,
@@ -139,7 +143,9 @@ impl AnchorIndex {
             words_seen += data.len() / 8;
             let before = index.anchors;
             index.add_selected(tensor, data, anchor_budget(words_seen, interval_log) + forced);
-            if index.anchors == before && data.len() >= FORCED_MIN_BYTES {
+            if data.len() <= MAX_SMALL {
+                index.small.insert(position, data);
+            } else if index.anchors == before {
                 forced += index.add_forced(tensor, data, FORCED_PER_TENSOR.min(MAX_FORCED - forced));
             }
         }
@@ -177,7 +183,7 @@ impl AnchorIndex {
                 break;
             }
             let hash = hash(word);
-            let usable = word != previous && ForcedSet::accepts(hash);
+            let usable = word != previous && !WordSet::collides_with_zero(hash);
             if usable && self.insert(hash, base + position as u64 * 8) {
                 self.forced.get_or_insert_default().insert(hash);
                 added += 1;
@@ -257,6 +263,11 @@ impl AnchorIndex {
         super::index(key >> self.slot_shift)
     }
 
+    /// The small tensors.
+    pub(super) fn small(&self) -> &SmallTensors {
+        &self.small
+    }
+
     /// For every tensor the first tensor with the same content.
     pub(super) fn originals(&self) -> &[usize] {
         &self.originals
@@ -306,6 +317,44 @@ fn sample(data: &[u8]) -> u64 {
     samples.fold(0, |sum, word| rehash(sum ^ hash(u64::from_le_bytes(*word))))
 }
 
+/// Small tensors by their first nonzero word.
+#[derive(Debug, Default)]
+pub(super) struct SmallTensors {
+    set: WordSet,
+    /// (tensor, offset of the word in it), earlier tensors first.
+    by_word: HashMap<u64, Vec<(usize, usize)>>,
+}
+
+impl SmallTensors {
+    fn insert(&mut self, tensor: usize, data: &[u8]) {
+        let first = data.chunks(8).map(padded_word).enumerate().find(|(_, word)| *word != 0);
+        if let Some((position, word)) = first {
+            let places = self.by_word.entry(word).or_default();
+            if places.len() < SMALL_PER_WORD {
+                places.push((tensor, position * 8));
+                self.set.insert(hash(word));
+            }
+        }
+    }
+
+    /// The tensors whose first nonzero word this is, with its offset. Behind a tensor shorter than a
+    /// word, memory is taken to be zero up to the word's end.
+    #[inline]
+    pub(super) fn beginning_with(&self, word: u64) -> &[(usize, usize)] {
+        if word == 0 || !self.set.contains(hash(word)) {
+            return &[];
+        }
+        self.by_word.get(&word).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// A word, or the rest of a tensor that is shorter than a word and zeros.
+fn padded_word(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word[..bytes.len()].copy_from_slice(bytes);
+    u64::from_le_bytes(word)
+}
+
 /// A set of keys by their highest bits: says "no" for certain and "perhaps" otherwise.
 #[derive(Debug)]
 struct Bitmap {
@@ -334,18 +383,18 @@ impl Bitmap {
 
 /// As [`Bitmap`], of a fixed size that fits the first-level cache: it is asked for every word.
 #[derive(Debug)]
-struct ForcedSet([u64; 1024]);
+struct WordSet([u64; 1024]);
 
-impl Default for ForcedSet {
+impl Default for WordSet {
     fn default() -> Self {
         Self([0; 1024])
     }
 }
 
-impl ForcedSet {
-    /// All hashes but those that share their bit with the hash of zero words.
-    fn accepts(hash: u64) -> bool {
-        hash >> 48 != 0
+impl WordSet {
+    /// Whether the hash shares its bit with the hash of the zero word.
+    fn collides_with_zero(hash: u64) -> bool {
+        hash >> 48 == 0
     }
 
     fn insert(&mut self, hash: u64) {

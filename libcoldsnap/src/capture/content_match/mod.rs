@@ -261,3 +261,6 @@ fn check_regions<'a>(regions: &[MemoryRegion<'a>]) -> Result<Vec<MemoryRegion<'a
     }
     Ok(regions)
 }
+
+#[cfg(test)]
+mod tests;

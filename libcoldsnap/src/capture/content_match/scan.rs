@@ -9,16 +9,16 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::super::checkpoint::{Checkpoint, index};
-use super::equal::{common_prefix, common_suffix, leading_zeros};
-use super::index::{AnchorIndex, BATCH, hash};
+use super::equal::{common_prefix, common_suffix};
+use super::index::{AnchorIndex, BATCH, MAX_SMALL, hash};
 use super::{MatchStats, MemoryRegion};
 
 /// Memory that is scanned in one go.
 const CHUNK: usize = 32 << 20;
-/// Zero bytes between two tensors in memory that still count as the padding between neighbours.
-const MAX_PADDING: usize = 4096;
-/// Tensors without a nonzero byte that are skipped to find the next neighbour.
-const MAX_ZERO_TENSORS: usize = 4;
+/// Bytes of small tensors that are compared for each byte between runs, at most.
+const SMALL_EFFORT: usize = 16;
+/// How far from a run small tensors are looked for: there may be several, with their padding.
+const NEAR: usize = 2 * MAX_SMALL;
 
 /// A run inside one region: `start` is an offset in the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,8 +27,8 @@ pub(super) struct Run {
     pub len: usize,
     pub file: usize,
     pub file_offset: usize,
-    /// Kept however short: it holds a whole tensor, found beside its neighbour.
-    whole: bool,
+    /// Long enough to be kept, perhaps only together with bytes that an earlier run has.
+    kept: bool,
 }
 
 impl Run {
@@ -107,9 +107,10 @@ impl<'a> Scanner<'a> {
             by_region[chunks[position].0].extend(runs);
         }
         for (runs, memory) in by_region.iter_mut().zip(regions) {
-            let stitched = self.stitch(memory.data, std::mem::take(runs), stats);
-            *runs = self.add_neighbours(memory.data, stitched, stats);
-            runs.retain(|run| run.len >= self.min_run || run.whole);
+            let mut long = self.stitch(memory.data, std::mem::take(runs), stats);
+            long.retain(|run| run.kept || run.len >= self.min_run);
+            *runs = self.fill_gaps(memory.data, long, stats);
+            self.settle_borders(memory.data, runs);
         }
         by_region
     }
@@ -168,14 +169,14 @@ impl<'a> Scanner<'a> {
             stats.candidates += 1;
             stats.compared_bytes += (left + right) as u64;
             if best.is_none_or(|best| left + right > best.len) {
-                let (start, file_offset) = (position - left, offset - left);
-                best = Some(Run { start, len: left + right, file, file_offset, whole: false });
+                let (start, len, file_offset) = (position - left, left + right, offset - left);
+                best = Some(Run { start, len, file, file_offset, kept: len >= self.min_run });
             }
         }
         let accepted = best.filter(|run| {
             let at_border = (run.start == chunk.start && chunk.start != 0)
                 || (run.end() == chunk.end && chunk.end != data.len());
-            run.len >= self.min_run || at_border
+            run.kept || at_border
         });
         if accepted.is_none() && tried {
             *failed = Failed { position, word };
@@ -209,6 +210,7 @@ impl<'a> Scanner<'a> {
                         && previous.file_end() == run.file_offset =>
                 {
                     previous.len += run.len;
+                    previous.kept |= run.kept;
                 }
                 _ => stitched.push(run),
             }
@@ -228,61 +230,91 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// Looks behind every run for the tensor that follows in the file: loaders that copy a file's
-    /// tensors in order keep them in order, with other padding. This finds tensors too small or too
-    /// monotonous for anchors, without which the neighbours could not be joined.
-    fn add_neighbours(&self, data: &[u8], runs: Vec<Run>, stats: &mut MatchStats) -> Vec<Run> {
+    /// Adds the small tensors near runs that the scan cannot see. Without them the runs around them
+    /// could not be joined.
+    fn fill_gaps(&self, data: &[u8], runs: Vec<Run>, stats: &mut MatchStats) -> Vec<Run> {
         let mut all = Vec::with_capacity(runs.len());
-        let mut coming = runs.into_iter().peekable();
-        while let Some(mut run) = coming.next() {
-            let limit = coming.peek().map_or(data.len(), |next| next.start);
-            loop {
+        let mut gap_start = 0;
+        for run in runs.iter().copied().map(Some).chain([None]) {
+            let gap_end = run.map_or(data.len(), |run| run.start);
+            let after = if gap_start == 0 { 0 } else { NEAR };
+            let before = if run.is_none() { 0 } else { NEAR };
+            if gap_end - gap_start <= after + before {
+                self.add_small(data, gap_start..gap_end, &mut all, stats);
+            } else {
+                self.add_small(data, gap_start..gap_start + after, &mut all, stats);
+                self.add_small(data, gap_end - before..gap_end, &mut all, stats);
+            }
+            if let Some(run) = run {
+                gap_start = run.end();
                 all.push(run);
-                match self.neighbour(data, &run, limit, stats) {
-                    Some(next) => run = next,
-                    None => break,
-                }
             }
         }
         all
     }
 
-    /// The whole next tensor of the file behind `run`, before `limit`.
-    fn neighbour(&self, data: &[u8], run: &Run, limit: usize, stats: &mut MatchStats) -> Option<Run> {
-        let gap = &data[run.end()..limit];
-        let padding = leading_zeros(&gap[..gap.len().min(MAX_PADDING)]);
-        if padding == gap.len() || padding == MAX_PADDING {
-            return None;
+    /// Adds the small tensors in `gap`.
+    fn add_small(&self, data: &[u8], gap: Range<usize>, runs: &mut Vec<Run>, stats: &mut MatchStats) {
+        let mut effort = gap.len() * SMALL_EFFORT;
+        // The run before may reach into the word at which the tensor begins.
+        let mut at = gap.start / 8 * 8;
+        while let Some(word) = data[at.min(gap.end)..gap.end].first_chunk() {
+            let mut found = None;
+            for &(position, offset) in self.index.small().beginning_with(u64::from_le_bytes(*word)) {
+                let tensor = &self.checkpoint.tensors()[position];
+                let content = self.checkpoint.tensor_data(tensor);
+                let Some(start) = at.checked_sub(offset) else { continue };
+                let equal = common_prefix(&data[start..gap.end], content);
+                stats.candidates += 1;
+                stats.compared_bytes += equal as u64;
+                if equal == content.len() && start + equal > gap.start {
+                    let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
+                    found = Some(Run { start, len: equal, file, file_offset, kept: true }.from(gap.start));
+                    break;
+                }
+                effort = effort.saturating_sub(equal);
+                if effort == 0 {
+                    return;
+                }
+            }
+            at = found.map_or(at + 8, |run| run.end().next_multiple_of(8));
+            runs.extend(found);
         }
-        let first_byte = run.end() + padding;
-        let content = &*self.checkpoint.files()[run.file].data;
-        // A run may reach into the zero bytes at the beginning of its neighbour.
-        let following = self.checkpoint.tensors_from(run.file, run.file_end() as u64);
-        for tensor in following.take(MAX_ZERO_TENSORS).map(|position| &self.checkpoint.tensors()[position]) {
-            let start = index(tensor.file_offset);
-            let end = start + index(tensor.len);
-            let zeros = leading_zeros(&content[start..end.min(start + MAX_PADDING)]);
-            if zeros == index(tensor.len) {
+    }
+
+    /// Moves the border between touching runs to where a tensor begins. The first run may reach into the
+    /// second one's tensor, when what follows in the file happens to begin with the same bytes, zeros
+    /// mostly.
+    fn settle_borders(&self, data: &[u8], runs: &mut [Run]) {
+        for position in 1..runs.len() {
+            let (left, right) = (runs[position - 1], runs[position]);
+            if left.end() != right.start {
                 continue;
             }
-            let offset = start + zeros;
-            if zeros == MAX_PADDING || offset < run.file_end() {
-                return None;
+            let tensor_at = |run: &Run, offset: usize| {
+                let position = self.checkpoint.tensors_from(run.file, offset as u64).next()?;
+                let tensor = &self.checkpoint.tensors()[position];
+                let start = index(tensor.file_offset);
+                (start <= offset).then(|| start..start + index(tensor.len))
+            };
+            let Some(beginning) = tensor_at(&right, right.file_offset) else { continue };
+            let back = right.file_offset - beginning.start;
+            if back == 0 || back > self.min_run || back >= left.len {
+                continue;
             }
-            let right = common_prefix(&data[first_byte..limit], &content[offset..]);
-            let left = common_suffix(&data[run.end()..first_byte], &content[..offset]);
-            stats.candidates += 1;
-            stats.compared_bytes += (left + right) as u64;
-            let whole = offset + right >= end;
-            return (whole || right >= self.min_run).then_some(Run {
-                start: first_byte - left,
-                len: left + right,
-                file: run.file,
-                file_offset: offset - left,
-                whole,
-            });
+            // A tensor that is complete in the first run keeps its end.
+            let cut = left.file_end() - back;
+            if tensor_at(&left, cut).is_some_and(|tensor| tensor.end <= left.file_end()) {
+                continue;
+            }
+            let content = &self.checkpoint.files()[right.file].data[beginning.start..right.file_offset];
+            if data[right.start - back..right.start] == *content {
+                runs[position - 1].len -= back;
+                runs[position].start -= back;
+                runs[position].file_offset -= back;
+                runs[position].len += back;
+            }
         }
-        None
     }
 }
 
