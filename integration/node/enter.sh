@@ -24,12 +24,11 @@ if [ -z "${COLDSNAP_NODE_STAGE:-}" ]; then
   flock -n 9 || { echo "node: in use by another run (it holds $node/run.lock): wait for it or stop it" >&2; exit 75; }
   remove_groups
   rm -rf "$node/state" && mkdir -p "$node"/state/{upper,work,containerd,coldsnap}
-  COLDSNAP_NODE_STAGE=group unshare --mount --pid --fork --kill-child --propagation private "$0" "$@" <&0 9>&- &
-  trap 'kill $!' INT TERM
-  status=0 && wait $! || status=$?
-  remove_groups
-  exit "$status"
+  COLDSNAP_NODE_STAGE=group unshare --mount --pid --fork --kill-child --propagation private "$0" "$@" <&0 &
+  trap 'kill $!' INT TERM && status=0 && wait $! || status=$?
+  remove_groups && exit "$status"
 elif [ "$COLDSNAP_NODE_STAGE" = group ]; then
+  exec 9>&- # unshare holds the lock on, until everything in the node is gone
   hierarchies | while read -r _ _ _ dir; do
     mkdir -p "$dir"
     # A v1 cpuset without processors and memory nodes takes no process.
@@ -42,12 +41,11 @@ root=$node/state/root work=$PWD && shift 2 && mkdir "$root"
 mount -t overlay -o "lowerdir=$node/root,upperdir=$node/state/upper,workdir=$node/state/work" node "$root"
 cd "$root" && mkdir -p .old var/lib/containerd var/lib/coldsnap
 mount -t proc proc proc && mount -t sysfs sysfs sys && mount --rbind /dev dev
-mount -t tmpfs tmpfs run && mount -t tmpfs tmpfs tmp && mount -t tmpfs -o mode=755 cgroup sys/fs/cgroup
+for m in run tmp sys/fs/cgroup; do mount -t tmpfs -o mode=0755 tmpfs "$m"; done
 hierarchies | while read -r type options at _; do mkdir -p ".$at" && mount -t "$type" -o "$options" cgroup ".$at"; done
 mkdir -p ".$repo" && mount --bind "$repo" ".$repo" && mount --bind "$node/state/containerd" var/lib/containerd && mount --bind "$node/state/coldsnap" var/lib/coldsnap
 pivot_root . .old && umount -l /.old
 [ ! -e /sys/fs/cgroup/cgroup.procs ] || { mkdir /sys/fs/cgroup/init && echo 1 >/sys/fs/cgroup/init/cgroup.procs; }
 cd "$work" && unset COLDSNAP_NODE_STAGE && export COLDSNAP_NODE=1 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 # Not exec: process 1 has to reap what loses its parent, above all shims.
-status=0 && "$@" || status=$?
-exit "$status"
+"$@" && exit || exit $?

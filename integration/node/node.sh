@@ -25,7 +25,9 @@ prepare() {
   mkdir -p "$node" && cd "$node" && exec 8>prepare.lock && flock 8
   if [ "$(cat root/packages 2>/dev/null)" != "$packages" ]; then
     # Debian 12's debootstrap does not know forky: sid's script builds it. The mirror is the one this machine installs from.
-    local mirror && mirror=$(apt-get indextargets --format '$(REPO_URI)' "Release: $(. /etc/os-release && echo "$VERSION_CODENAME")" | head -1)
+    local mirror release && release=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
+    # shellcheck disable=SC2016 # apt's own variable
+    mirror=$(apt-get indextargets --format '$(REPO_URI)' "Release: $release" | head -1)
     echo "node: downloading Debian forky (minbase, $packages), about 150 MB, from $mirror"
     rm -rf root root.partial
     debootstrap --variant=minbase --include="$packages" forky root.partial "$mirror" /usr/share/debootstrap/scripts/sid

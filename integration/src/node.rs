@@ -16,6 +16,13 @@ use crate::process::wait_for;
 const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 const CONTAINERD_STATE: &str = "/run/containerd";
 const SNAPSHOTTER_SOCKET: &str = "/run/coldsnap/snapshotter.sock";
+/// Where containerd keeps blobs and snapshots, our snapshotter its snapshots, and the node store its payloads.
+const STORES: [&str; 4] = [
+    "/var/lib/containerd/io.containerd.content.v1.content/blobs",
+    "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs",
+    "/var/lib/coldsnap/snapshotter",
+    "/var/lib/coldsnap/model-payloads",
+];
 const READY_LIMIT: Duration = Duration::from_secs(20);
 
 /// The repository, which the node sees at the path it has outside.
@@ -137,9 +144,9 @@ impl Node {
         end(&mut self.snapshotter, Signal::KILL)
     }
 
-    /// Bytes of all blobs in containerd's content store, as files on disk.
-    pub fn content_bytes(&self) -> Result<u64> {
-        bytes_below(Path::new("/var/lib/containerd/io.containerd.content.v1.content/blobs"))
+    /// Bytes of every image, snapshot and payload on the node's disk.
+    pub fn stored_bytes(&self) -> Result<u64> {
+        STORES.iter().map(|directory| bytes_below(Path::new(directory))).sum()
     }
 
     /// Removes every container and checks that nothing of them is left on the node.
