@@ -25,7 +25,7 @@ if [ -z "${COLDSNAP_NODE_STAGE:-}" ]; then
   remove_groups
   rm -rf "$node/state" && mkdir -p "$node"/state/{upper,work,containerd,coldsnap}
   COLDSNAP_NODE_STAGE=group unshare --mount --pid --fork --kill-child --propagation private "$0" "$@" <&0 &
-  trap 'kill $!' INT TERM && status=0 && wait $! || status=$?
+  trap 'kill -KILL $!' INT TERM && status=0 && wait $! || status=$?
   remove_groups && exit "$status"
 elif [ "$COLDSNAP_NODE_STAGE" = group ]; then
   exec 9>&- # unshare holds the lock on, until everything in the node is gone

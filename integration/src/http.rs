@@ -138,11 +138,11 @@ mod tests {
         let server = listener.local_addr().unwrap();
         std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let mut request = [0; 1024];
-            stream.read(&mut request).unwrap();
+            let mut request = BufReader::new(&stream).lines();
+            while request.next().unwrap().unwrap() != "{}" {}
             stream.write_all(wire.as_bytes()).unwrap();
         });
-        post_json(server, "/x", "{}").unwrap()
+        post_json(server, "/x", "{}\n").unwrap()
     }
 
     #[test]

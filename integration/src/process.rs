@@ -4,6 +4,7 @@ use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// Runs `command` to its end and returns what it wrote, whatever its exit status.
 pub fn output(command: &mut Command) -> Result<Output> {
@@ -48,5 +49,19 @@ pub fn wait_for<T>(what: &str, limit: Duration, mut ready: impl FnMut() -> Resul
             bail!("waited {} s in vain for {what}", limit.as_secs_f32());
         }
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Kills every child of this process, so that whoever waits for one learns that it ended.
+pub fn kill_children() {
+    let own = std::process::id().to_string();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        // `pid (name) state ppid ...`; a name may hold spaces and parentheses.
+        let stat = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(1));
+        let pid = entry.file_name().to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        if let (Some(pid), true) = (pid, parent == Some(&own)) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
     }
 }
