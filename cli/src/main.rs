@@ -1,2 +1,3 @@
-//! Placeholder.
+//! x
+mod containerd;
 fn main() {}

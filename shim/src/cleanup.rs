@@ -1,0 +1,46 @@
+//! What the `delete` action removes after a shim has died: everything of the container but its bundle, which is
+//! containerd's.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use containerd_shim_protos::api::DeleteResponse;
+use time::OffsetDateTime;
+
+use crate::container::{INIT_PID_FILE, read_pid};
+use crate::exit::timestamp;
+use crate::mount::unmount_below;
+use crate::options::Options;
+use crate::reaper::Reaper;
+use crate::runc::Runc;
+
+/// Exit status that is reported for a container whose shim was killed: 128 + SIGKILL.
+const KILLED: u32 = 128 + 9;
+
+/// Kills and removes the container; what cannot be removed is reported on standard error, which containerd logs,
+/// and does not keep the rest from being removed.
+pub async fn after_dead_shim(
+    id: &str,
+    namespace: &str,
+    bundle: &Path,
+    reaper: Arc<Reaper>,
+) -> DeleteResponse {
+    let options = Options::load(bundle).unwrap_or_else(|error| {
+        eprintln!("{error}; using the defaults");
+        Options::default()
+    });
+    let runc = Runc::new(&options.binary_name, &options.root, namespace, options.systemd_cgroup, reaper);
+    if let Err(error) = runc.delete(id, true).await {
+        eprintln!("container {id}: {error}");
+    }
+    if let Err(error) = unmount_below(&bundle.join("rootfs")) {
+        eprintln!("container {id}: {error}");
+    }
+    let pid = read_pid(&bundle.join(INIT_PID_FILE)).unwrap_or_default();
+    DeleteResponse {
+        pid: u32::try_from(pid).unwrap_or_default(),
+        exit_status: KILLED,
+        exited_at: Some(timestamp(OffsetDateTime::now_utc())).into(),
+        ..Default::default()
+    }
+}

@@ -1,0 +1,256 @@
+//! Create: the root filesystem, the spec, the decision, and for a cold start the created container.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use containerd_shim_protos::api::CreateTaskRequest;
+use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
+use log::{info, warn};
+
+use crate::console::ConsoleSocket;
+use crate::container::{
+    CRIU_CONFIG_FILE, Container, Host, NewContainer, PendingRestore, ReadAhead, read_pid,
+};
+use crate::error::TaskError;
+use crate::exit::supervise_init;
+use crate::mount::{RootMounts, unmount_below};
+use crate::options::Options;
+use crate::process::Process;
+use crate::restore::{CheckpointImages, Decision, LiveContainer, RestoreMode, decide};
+use crate::runc::{self, ChildStdio};
+use crate::spec::{Namespace, Spec};
+use crate::stdio::{ShimEnds, StdioRequest, make_pipes};
+
+/// Name of the console socket of the first process, in the bundle.
+const CONSOLE_SOCKET: &str = "init-console.sock";
+
+/// Makes the container of a request; nothing of it is left after an error.
+///
+/// # Errors
+/// The request cannot be used, the root filesystem not be mounted, a required restore was refused, or the runtime
+/// failed.
+pub async fn create(host: Host, request: CreateTaskRequest) -> Result<Arc<Container>, TaskError> {
+    let bundle = PathBuf::from(&request.bundle);
+    let options = Options::decode(request.options.as_ref())?;
+    options.save(&bundle)?;
+    let mounts = RootMounts::sort(request.rootfs.clone())?;
+    let rootfs = bundle.join("rootfs");
+    create_in(host, request, options, &mounts, &rootfs).await.inspect_err(|_| {
+        unmount_below(&rootfs).unwrap_or_else(|error| warn!("after a failed create: {error}"));
+    })
+}
+
+async fn create_in(
+    host: Host,
+    request: CreateTaskRequest,
+    options: Options,
+    mounts: &RootMounts,
+    rootfs: &Path,
+) -> Result<Arc<Container>, TaskError> {
+    let bundle = PathBuf::from(&request.bundle);
+    let mut spec = Spec::load(&bundle)?;
+    let began = Instant::now();
+    if !mounts.direct.is_empty() {
+        match std::fs::create_dir(rootfs) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                return Err(TaskError::io(format!("make {}", rootfs.display()))(error));
+            }
+            _ => mounts.mount_at(rootfs)?,
+        }
+    }
+    for bind in &mounts.lifted {
+        spec.add_bind(bind)?;
+    }
+    spec.set_criu_config(&bundle.join(CRIU_CONFIG_FILE))?;
+    spec.save()?;
+
+    let stdio = StdioRequest {
+        stdin: request.stdin.clone(),
+        stdout: request.stdout.clone(),
+        stderr: request.stderr.clone(),
+        terminal: request.terminal,
+    };
+    let container = Arc::new(Container::new(
+        host,
+        NewContainer {
+            id: request.id.clone(),
+            bundle,
+            rootfs: rootfs.to_owned(),
+            options,
+            init: Process::new("", stdio),
+            shares_pid_namespace: spec.namespace("pid") == Namespace::Host,
+            has_own_network: spec.namespace("network") == Namespace::Own,
+        },
+    ));
+    container.timings().record("mount", began);
+
+    // Held until TaskCreate is published: an exit that comes earlier waits for it.
+    let transition = container.init.transition.lock().await;
+    let began = Instant::now();
+    let pending = decide_restore(&container, spec, &request).await?;
+    container.timings().record("decide", began);
+    match pending {
+        Some(pending) => {
+            info!("container {}: Start will restore {}", container.id, pending.plan.capture_id());
+            container.set_pending_restore(pending);
+        }
+        None => create_cold(&container).await?,
+    }
+    publish(&container, request);
+    drop(transition);
+    Ok(container)
+}
+
+async fn decide_restore(
+    container: &Container,
+    spec: Spec,
+    request: &CreateTaskRequest,
+) -> Result<Option<PendingRestore>, TaskError> {
+    let refused = |error: crate::restore::RestoreRefused| TaskError::FailedPrecondition(error.to_string());
+    if !request.checkpoint.is_empty() {
+        let plan = CheckpointImages::new(&request.checkpoint, &request.parent_checkpoint).map_err(refused)?;
+        return Ok(Some(PendingRestore {
+            read_ahead: ReadAhead(Box::new(())),
+            plan: Box::new(plan),
+            may_start_cold: false,
+        }));
+    }
+    let mode = match spec.annotation(coldsnap::capsule::RESTORE_ANNOTATION) {
+        Some(text) => text.parse().map_err(TaskError::InvalidArgument)?,
+        None => RestoreMode::default(),
+    };
+    let rootfs = match spec.rootfs() {
+        Some(rootfs) => rootfs,
+        None => container.rootfs.clone(),
+    };
+    // It may hash a payload of many gigabytes.
+    let decision = tokio::task::spawn_blocking(move || {
+        decide(&LiveContainer { rootfs: &rootfs, spec: spec.document() }, mode)
+    });
+    let decision =
+        decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))?;
+    match decision.map_err(refused)? {
+        Decision::Restore(plan) => Ok(Some(PendingRestore {
+            read_ahead: ReadAhead(plan.start_read_ahead()),
+            plan,
+            may_start_cold: mode == RestoreMode::Auto,
+        })),
+        Decision::Cold(reason) => {
+            if let Some(reason) = reason {
+                warn!("container {}: cold start instead of a restore: {reason}", container.id);
+                container.host.events.publish_fallback(&container.id, &reason);
+            }
+            Ok(None)
+        }
+    }
+}
+
+/// Has the runtime create the container, whose first process then waits for the runtime's `start`.
+///
+/// # Errors
+/// The standard streams cannot be made, or the runtime failed; it leaves no container then.
+pub async fn create_cold(container: &Arc<Container>) -> Result<(), TaskError> {
+    let began = Instant::now();
+    let streams = InitStreams::open(container)?;
+    let pid_file = container.pid_file();
+    let inheritance = container.host.reaper.inheritance();
+    let new = runc::NewContainer {
+        pid_file: &pid_file,
+        console_socket: streams.console.as_ref().map(ConsoleSocket::path),
+        no_pivot: container.options.no_pivot_root,
+        no_new_keyring: container.options.no_new_keyring,
+    };
+    container.runc.create(&container.id, &container.bundle, &new, streams.child).await?;
+    let connected = match connect_streams(container, streams.console, streams.ends).await {
+        Ok(()) => read_pid(&pid_file),
+        Err(error) => Err(error),
+    };
+    match connected {
+        Ok(pid) => {
+            container.init.set_pid(pid);
+            tokio::spawn(supervise_init(Arc::clone(container), inheritance.watch(pid)));
+            container.timings().record("runtime_create", began);
+            Ok(())
+        }
+        Err(error) => {
+            container.init.copies.lock().await.abort().await;
+            if let Err(delete) = container.runc.delete(&container.id, true).await {
+                warn!("container {}: after a failed create: {delete}", container.id);
+            }
+            Err(error)
+        }
+    }
+}
+
+/// The streams of a first process that is about to begin.
+#[derive(Debug)]
+pub struct InitStreams {
+    /// The descriptors for the runtime.
+    pub child: ChildStdio,
+    /// Where a terminal will arrive.
+    pub console: Option<ConsoleSocket>,
+    /// The shim's ends of pipes.
+    pub ends: ShimEnds,
+}
+
+impl InitStreams {
+    /// Makes what the request asked for.
+    ///
+    /// # Errors
+    /// A pipe or socket cannot be made, or a URI not be used.
+    pub fn open(container: &Container) -> Result<Self, TaskError> {
+        let request = &container.init.stdio;
+        if request.terminal {
+            let console = ConsoleSocket::listen(&container.bundle, CONSOLE_SOCKET)?;
+            return Ok(Self {
+                child: ChildStdio::default(),
+                console: Some(console),
+                ends: ShimEnds::default(),
+            });
+        }
+        let (child, ends) = make_pipes(request, (container.options.io_uid, container.options.io_gid))?;
+        Ok(Self { child, console: None, ends })
+    }
+}
+
+/// Starts the copies between a first process and containerd's fifos or log files.
+///
+/// # Errors
+/// The terminal did not arrive, or a fifo or file cannot be opened.
+pub async fn connect_streams(
+    container: &Container,
+    console: Option<ConsoleSocket>,
+    ends: ShimEnds,
+) -> Result<(), TaskError> {
+    let init = &container.init;
+    let mut copies = init.copies.lock().await;
+    match console {
+        Some(socket) => {
+            let console = socket.receive().await?;
+            copies.start_console(&init.stdio, &console)?;
+            *init.console() = Some(console);
+        }
+        None => copies.start_pipes(&init.stdio, ends)?,
+    }
+    Ok(())
+}
+
+fn publish(container: &Container, request: CreateTaskRequest) {
+    container.host.events.publish(TaskCreate {
+        container_id: request.id,
+        bundle: request.bundle,
+        rootfs: request.rootfs,
+        io: Some(TaskIO {
+            stdin: request.stdin,
+            stdout: request.stdout,
+            stderr: request.stderr,
+            terminal: request.terminal,
+            ..Default::default()
+        })
+        .into(),
+        checkpoint: request.checkpoint,
+        pid: container.init.pid_u32(),
+        ..Default::default()
+    });
+}
