@@ -8,3 +8,4 @@ pub mod digest;
 pub mod durable;
 pub mod extent;
 pub mod format;
+pub mod store;

@@ -7,7 +7,7 @@
 
 pub mod artifact;
 pub mod canonical_json;
-mod document;
+pub(crate) mod document;
 mod hex_fields;
 mod host_worker;
 pub mod native_manifest;
