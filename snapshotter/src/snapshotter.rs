@@ -67,8 +67,8 @@ impl Snapshotter {
     }
 
     /// Makes an active snapshot or a view called `key` on the committed snapshot `parent`, and answers its
-    /// mounts. One that does not receive a layer also gets the payloads of the capsule below, as far as they
-    /// are on this node and verify.
+    /// mounts. One that a container can use also gets the payloads of the capsule below, as far as they are on
+    /// this node and verify; one that receives a layer, or serves to compute one, does not.
     ///
     /// # Errors
     /// `AlreadyExists` for the key, `NotFound` for the parent, `InvalidArgument` for a parent that is not
@@ -91,8 +91,12 @@ impl Snapshotter {
         }
         let _busy = self.keys.lock(key);
         let ancestors = self.metadata.read(|r| check_new(r, key, parent))?;
-        let unpacking = kind == Kind::Active && key::is_unpack(key, labels.keys());
-        let binds = if unpacking { Vec::new() } else { self.acquire_for(key, &ancestors) };
+        let binds = match kind {
+            Kind::Active if key::is_unpack(key, labels.keys()) => Vec::new(),
+            // Only of the capsule layer itself: on anything above it both sides have the same payloads.
+            Kind::View if ancestors.first().is_some_and(|a| is_compared_capsule(key, a)) => Vec::new(),
+            _ => self.acquire_for(key, &ancestors),
+        };
         let result = self.record_new(kind, key, parent, labels, &ancestors, &binds);
         if result.is_err() && !binds.is_empty() {
             self.payloads.release(key);
@@ -345,6 +349,11 @@ impl Snapshotter {
         fault::point("cleanup.deleted");
         self.metadata.write(|w| deleted.iter().try_for_each(|id| w.clear_removed(*id)))
     }
+}
+
+/// Whether a view with this key compares the capsule layer `below` with what is under it.
+fn is_compared_capsule(key: &str, below: &Record) -> bool {
+    matches!(below.layer, Layer::Capsule { .. }) && key::is_comparison(key, &below.info.name)
 }
 
 /// The ancestors of a new snapshot.

@@ -94,6 +94,21 @@ fn unpacking_gets_no_payload() {
     node.remove_all_and_check();
 }
 
+/// The client library computes the layer of a committed snapshot from two views; the payload must be in both
+/// or in neither.
+#[test]
+fn a_comparison_of_layers_sees_the_payload_on_both_sides_or_on_none() {
+    let (mut node, _) = node_with_capsule("model bytes");
+    node.layer("derived", "capsule", |_| {});
+    for (layer, below, payloads) in [("capsule", "base", 0), ("derived", "capsule", 1)] {
+        let lower = node.view(&format!("default/7/{below}-parent-view-1-abcd"), below).unwrap();
+        let upper = node.view(&format!("default/8/{layer}-view-1-abcd"), layer).unwrap();
+        assert_eq!((lower.len(), upper.len()), (1 + payloads, 1 + payloads), "{layer}");
+        node.remove(&format!("default/7/{below}-parent-view-1-abcd")).unwrap();
+    }
+    node.remove_all_and_check();
+}
+
 #[test]
 fn leases_last_as_long_as_the_snapshot() {
     let (mut node, _) = node_with_capsule("model bytes");
