@@ -122,14 +122,21 @@ fn add_spans(
         tensor,
     };
 
-    let first = spans.len();
+    // Where the last span of this run ended; padding is kept only between two tensors.
     let mut previous_end = None;
     for position in checkpoint.tensors_from(run.file_index, run.file_offset) {
         let tensor = &checkpoint.tensors()[position];
-        let (from, to) =
-            (tensor.file_offset.max(run.file_offset), (tensor.file_offset + tensor.len).min(file_end));
+        let from = tensor.file_offset.max(run.file_offset);
+        let to = (tensor.file_offset + tensor.len).min(file_end);
         if from >= to {
             break;
+        }
+        // A run that reaches beyond its last tensor's padding claims the next one's first zero bytes by
+        // accident: as padding they are zero anyway, as a member they would be noise.
+        let part = span(from, to, Some(position));
+        if to - from < tensor.len.min(page_size) && is_zero(&data[part.start..part.end()]) {
+            previous_end = None;
+            continue;
         }
         if let Some(end) = previous_end.filter(|&end| from > end && from - end < page_size) {
             let padding = span(end, from, None);
@@ -137,21 +144,8 @@ fn add_spans(
                 spans.push(padding);
             }
         }
-        // A run that reaches beyond its last tensor's padding claims the next one's first zero bytes by
-        // accident: as padding they are zero anyway, as a member they would be noise.
-        let part = span(from, to, Some(position));
-        let accident = to - from < tensor.len.min(page_size) && is_zero(&data[part.start..part.end()]);
-        if !accident {
-            spans.push(part);
-        }
+        spans.push(part);
         previous_end = Some(to);
-    }
-    // Padding is kept only between two tensors.
-    while spans.len() > first && spans.last().is_some_and(|span| span.tensor.is_none()) {
-        spans.pop();
-    }
-    if spans.get(first).is_some_and(|span| span.tensor.is_none()) {
-        spans.remove(first);
     }
     Ok(())
 }

@@ -23,8 +23,6 @@ pub(super) const MAX_CANDIDATES: usize = 4;
 const MAX_ANCHORS: usize = 1 << 25;
 /// Largest tensor that is looked for between runs too, and so needs no anchor by force.
 pub(super) const MAX_SMALL: usize = 8192;
-/// Small tensors that are kept of those that begin with the same word.
-const SMALL_PER_WORD: usize = 16;
 /// Anchors by force per tensor and in all; the latter keeps the bitmap of forced anchors sparse.
 const FORCED_PER_TENSOR: usize = 2;
 const MAX_FORCED: usize = 1 << 13;
@@ -34,7 +32,7 @@ const FORCED_SEARCH: usize = 4096;
 const PLACE_BITS: u32 = 44;
 const PLACE_MASK: u64 = (1 << PLACE_BITS) - 1;
 
-const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
+pub(super) const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
 const REHASH: u64 = 0xD6E8_FEB8_6659_FD93;
 
 /// Where every anchor lies in the checkpoint.
@@ -329,11 +327,8 @@ impl SmallTensors {
     fn insert(&mut self, tensor: usize, data: &[u8]) {
         let first = data.chunks(8).map(padded_word).enumerate().find(|(_, word)| *word != 0);
         if let Some((position, word)) = first {
-            let places = self.by_word.entry(word).or_default();
-            if places.len() < SMALL_PER_WORD {
-                places.push((tensor, position * 8));
-                self.set.insert(hash(word));
-            }
+            self.by_word.entry(word).or_default().push((tensor, position * 8));
+            self.set.insert(hash(word));
         }
     }
 

@@ -263,4 +263,5 @@ fn check_regions<'a>(regions: &[MemoryRegion<'a>]) -> Result<Vec<MemoryRegion<'a
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "sizes of test data")]
 mod tests;

@@ -27,8 +27,6 @@ pub(super) struct Run {
     pub len: usize,
     pub file: usize,
     pub file_offset: usize,
-    /// Long enough to be kept, perhaps only together with bytes that an earlier run has.
-    kept: bool,
 }
 
 impl Run {
@@ -107,16 +105,14 @@ impl<'a> Scanner<'a> {
             by_region[chunks[position].0].extend(runs);
         }
         for (runs, memory) in by_region.iter_mut().zip(regions) {
-            let mut long = self.stitch(memory.data, std::mem::take(runs), stats);
-            long.retain(|run| run.kept || run.len >= self.min_run);
-            *runs = self.fill_gaps(memory.data, long, stats);
+            let stitched = self.stitch(memory.data, std::mem::take(runs), stats);
+            *runs = self.fill_gaps(memory.data, stitched, stats);
             self.settle_borders(memory.data, runs);
         }
         by_region
     }
 
-    /// The runs of `data[chunk]`, not extended beyond it. Runs at a border inside the region may be
-    /// shorter than the minimum: their other part is in the next chunk.
+    /// The runs of `data[chunk]`, not extended beyond it.
     fn scan_chunk(&self, data: &[u8], chunk: Range<usize>, stats: &mut MatchStats) -> Vec<Run> {
         let mut runs = Vec::new();
         let mut claimed = chunk.start;
@@ -169,15 +165,11 @@ impl<'a> Scanner<'a> {
             stats.candidates += 1;
             stats.compared_bytes += (left + right) as u64;
             if best.is_none_or(|best| left + right > best.len) {
-                let (start, len, file_offset) = (position - left, left + right, offset - left);
-                best = Some(Run { start, len, file, file_offset, kept: len >= self.min_run });
+                let (start, file_offset) = (position - left, offset - left);
+                best = Some(Run { start, len: left + right, file, file_offset });
             }
         }
-        let accepted = best.filter(|run| {
-            let at_border = (run.start == chunk.start && chunk.start != 0)
-                || (run.end() == chunk.end && chunk.end != data.len());
-            run.kept || at_border
-        });
+        let accepted = best.filter(|run| run.len >= self.min_run);
         if accepted.is_none() && tried {
             *failed = Failed { position, word };
         }
@@ -210,7 +202,6 @@ impl<'a> Scanner<'a> {
                         && previous.file_end() == run.file_offset =>
                 {
                     previous.len += run.len;
-                    previous.kept |= run.kept;
                 }
                 _ => stitched.push(run),
             }
@@ -269,10 +260,10 @@ impl<'a> Scanner<'a> {
                 stats.compared_bytes += equal as u64;
                 if equal == content.len() && start + equal > gap.start {
                     let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
-                    found = Some(Run { start, len: equal, file, file_offset, kept: true }.from(gap.start));
+                    found = Some(Run { start, len: equal, file, file_offset }.from(gap.start));
                     break;
                 }
-                effort = effort.saturating_sub(equal);
+                effort = effort.saturating_sub(equal + 8);
                 if effort == 0 {
                     return;
                 }
@@ -300,11 +291,6 @@ impl<'a> Scanner<'a> {
             let Some(beginning) = tensor_at(&right, right.file_offset) else { continue };
             let back = right.file_offset - beginning.start;
             if back == 0 || back > self.min_run || back >= left.len {
-                continue;
-            }
-            // A tensor that is complete in the first run keeps its end.
-            let cut = left.file_end() - back;
-            if tensor_at(&left, cut).is_some_and(|tensor| tensor.end <= left.file_end()) {
                 continue;
             }
             let content = &self.checkpoint.files()[right.file].data[beginning.start..right.file_offset];

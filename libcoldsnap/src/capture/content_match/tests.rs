@@ -135,6 +135,104 @@ fn bytes_outside_tensors_are_not_model_owned() {
 }
 
 #[test]
+fn members_are_whole_tensors_where_neighbours_begin_with_zeros() {
+    // Every tensor begins with zeros, so that a run reaches into what follows it in the file, and the
+    // order in memory is another one.
+    let zeros_first = |seed, zeros| [vec![0; zeros], noise(seed, 5000)].concat();
+    let contents: Vec<Vec<u8>> = (0..6).map(|n| zeros_first(n, 1 + n as usize * 3)).collect();
+    for format in [Format::Gguf, Format::Safetensors] {
+        let (_dir, checkpoint) = checkpoint(format, &contents);
+        let mut memory = Vec::new();
+        for tensor in [1, 4, 0, 5, 3, 2] {
+            place(&mut memory, 8, &contents[tensor]);
+        }
+        // Zeros follow, as they follow in the file.
+        memory.resize(memory.len() + 9, 0);
+        memory.extend(noise(99, 5000));
+        let found = extents(&checkpoint, &memory);
+        assert_eq!(found.len(), 1);
+        let members: Vec<(&str, u64)> =
+            found[0].members.iter().map(|(name, _, len)| (&name[..], *len)).collect();
+        let len = |tensor: usize| contents[tensor].len() as u64;
+        assert_eq!(
+            members[..5],
+            [("t1", len(1)), ("t4", len(4)), ("t0", len(0)), ("t5", len(5)), ("t3", len(3))]
+        );
+        assert_eq!((members.len(), members[5].0), (6, "t2"));
+    }
+}
+
+#[test]
+fn a_small_tensor_is_found_where_the_run_before_reaches_into_it() {
+    // Behind t0 in the file come two zeros, behind it in memory a scalar that begins with two zeros.
+    let contents =
+        [noise(1, 8000), [vec![0; 2], noise(2, 8000)].concat(), vec![0, 0, 0x80, 0x3f], noise(3, 8000)];
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, &contents);
+    let memory = [&contents[0][..], &contents[2], &[0; 4], &contents[3]].concat();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].members[1], ("t2".to_owned(), 8000, 4));
+}
+
+#[test]
+fn zeros_behind_a_tensor_are_not_the_next_one() {
+    let contents = [noise(1, 8000), [vec![0; 50], noise(2, 8000)].concat()];
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, &contents);
+    let memory = [&contents[0][..], &[0; 192], &noise(3, 5000)].concat();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(found[0].members, [("t0".to_owned(), 0, 4096)]);
+    // Were the zeros a part of the extent, it would have the second page.
+    assert_eq!((found.len(), found[0].len), (1, 4096));
+}
+
+#[test]
+fn nonzero_padding_is_kept_between_tensors_only() {
+    let contents = [noise(1, 8176), noise(2, 8192)];
+    let (dir, checkpoint) = checkpoint(Format::Gguf, &contents);
+    let mut file = checkpoint.files()[0].data.to_vec();
+    let end = index(checkpoint.tensors()[0].file_offset) + 8176;
+    file[end..end + 16].fill(0x77);
+    drop(checkpoint);
+    std::fs::write(dir.path().join("model"), &file).unwrap();
+    let checkpoint = Checkpoint::open(&dir.path().join("model")).unwrap();
+
+    let one = extents(&checkpoint, &[&contents[0][..], &[0x77; 16]].concat());
+    assert_eq!((one.len(), one[0].len), (1, 4096));
+    let both = extents(&checkpoint, &[&contents[0][..], &[0x77; 16], &contents[1]].concat());
+    assert_eq!((both.len(), both[0].len, both[0].members.len()), (1, 16_384, 2));
+    let padding =
+        Piece { file_index: 0, tensor: None, file_offset: end as u64, length: 16, extent_offset: 8176 };
+    assert_eq!(both[0].pieces[1], padding);
+}
+
+#[test]
+fn a_run_counts_with_what_its_predecessor_holds() {
+    // The zeros behind the first copy are claimed by it; only together with them is the piece of the
+    // second copy long enough.
+    let contents = [vec![5], noise(1, 841), noise(2, 1000)];
+    let (_dir, checkpoint) = checkpoint(Format::Gguf, &contents);
+    let mut memory = Vec::new();
+    place(&mut memory, 8, &contents[1]);
+    place(&mut memory, 32, &contents[1][..41]);
+    memory.extend(noise(3, 47));
+    let options = MatchOptions { min_run: 64, anchor_interval: 1, threads: 1 };
+    let matcher = ContentMatcher::new(&checkpoint, options).unwrap();
+    let runs = matcher.find(&[MemoryRegion { address: BASE, data: &memory }]).unwrap().runs;
+    assert_eq!((runs.len(), runs[1].len), (2, 41));
+}
+
+#[test]
+fn runs_reach_back_over_chunks_without_anchors() {
+    let content = [vec![0; 8192], noise(1, 20_000)].concat();
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
+    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let scanner = Scanner { chunk: 4096, ..Scanner::new(&checkpoint, &matcher.index, 256) };
+    let regions = [MemoryRegion { address: BASE, data: &content }];
+    let runs = scanner.scan(&regions, 1, &mut MatchStats::default()).concat();
+    assert_eq!((runs.len(), runs[0].start, runs[0].len), (1, 0, content.len()));
+}
+
+#[test]
 fn a_changed_byte_after_the_scan_is_noticed() {
     let contents = [noise(1, 40_000)];
     let (_dir, checkpoint) = checkpoint(Format::Safetensors, &contents);

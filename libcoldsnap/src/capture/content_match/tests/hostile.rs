@@ -76,6 +76,30 @@ fn a_repeated_word_does_not_fill_the_index() {
 }
 
 #[test]
+fn words_chosen_to_be_anchors_do_not_fill_the_index() {
+    // The words whose hashes are 1, 2, 3, ...: every one is selected, and no two are equal.
+    let inverse = (0..6).fold(1u64, |x, _| x.wrapping_mul(2u64.wrapping_sub(index::HASH.wrapping_mul(x))));
+    let content = words(1 << 20, |position| (position as u64 + 1).wrapping_mul(inverse));
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
+    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let found = matcher.find(&[MemoryRegion { address: BASE, data: &content }]).unwrap();
+    assert!(found.stats.anchors < (1 << 17) / 16, "{:?}", found.stats);
+    assert_eq!(found.runs.len(), 1);
+    assert_eq!(found.runs[0].len, 1 << 20);
+}
+
+#[test]
+fn a_repeated_word_that_leads_nowhere_is_tried_once() {
+    let content = words(1 << 16, |position| if position % 31 == 30 { position as u64 } else { 7 });
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, &[content]);
+    let options = MatchOptions { anchor_interval: 1, ..Default::default() };
+    let matcher = ContentMatcher::new(&checkpoint, options).unwrap();
+    let memory = words(1 << 16, |_| 7);
+    let found = matcher.find(&[MemoryRegion { address: BASE, data: &memory }]).unwrap();
+    assert_eq!((found.runs.len(), found.stats.probed_words), (0, 1));
+}
+
+#[test]
 fn small_tensors_that_differ_late_cost_no_more() {
     // Sixteen small tensors that agree up to their last word, and a gap full of their first word.
     let mut contents = vec![noise(1, 10_000)];
