@@ -91,7 +91,8 @@ pub struct Capture {
     pub residual_bytes: u64,
     pub payload_bytes: u64,
     pub payload_reused: bool,
-    pub model_bytes_matched_ratio: f64,
+    /// Absent when the memory is mapped from a payload since an earlier restore: nothing had to be found.
+    pub model_bytes_matched_ratio: Option<f64>,
 }
 
 impl Machine {

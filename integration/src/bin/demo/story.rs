@@ -110,7 +110,9 @@ impl Story {
         self.report.pages_image_bytes = capture.pages_image_bytes;
         self.report.residual_bytes = capture.residual_bytes;
         self.report.payload_bytes = capture.payload_bytes;
-        self.report.model_bytes_matched_ratio = capture.model_bytes_matched_ratio;
+        let ratio = capture.model_bytes_matched_ratio;
+        self.report.model_bytes_matched_ratio =
+            ratio.context("the capture does not say how much of the model it found")?;
         self.node.ctr().remove("server")
     }
 
@@ -295,12 +297,15 @@ impl Story {
         let json = process::run(&mut command)?;
         let capture: Capture =
             serde_json::from_str(&json).with_context(|| format!("cannot understand {json:?}"))?;
+        let found = capture
+            .model_bytes_matched_ratio
+            .map(|ratio| format!("{:.2} % of the tensors found", ratio * 100.0));
         println!(
-            "   {:.2} s, of which the server stood still {:.2} s; payload {:.1} MB ({:.2} % of the tensors found{}), residual {:.1} MB, pages {:.2} MB",
+            "   {:.2} s, of which the server stood still {:.2} s; payload {:.1} MB ({}{}), residual {:.1} MB, pages {:.2} MB",
             capture.capture_seconds,
             capture.freeze_seconds,
             capture.payload_bytes as f64 / 1e6,
-            capture.model_bytes_matched_ratio * 100.0,
+            found.as_deref().unwrap_or("mapped since the restore"),
             if capture.payload_reused { ", known already" } else { "" },
             capture.residual_bytes as f64 / 1e6,
             capture.pages_image_bytes as f64 / 1e6,
