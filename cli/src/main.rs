@@ -1,2 +1,68 @@
-//! Placeholder.
-fn main() {}
+//! `coldsnap`: the command for people and managers. Each command translates its arguments to library calls.
+//!
+//! Exit status: 0 done, 1 failed, 2 wrong usage. With `--json` the result, or `{"error": {"kind", "message"}}`,
+//! is one JSON value on stdout.
+
+mod commands;
+mod containerd;
+mod output;
+mod tools;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use coldsnap::store::NodeStore;
+
+use crate::commands::{capabilities, capture, check, doctor, inspect, payload, verify};
+use crate::output::Output;
+
+/// Captures inference servers and brings them back as ordinary container starts.
+#[derive(Debug, Parser)]
+#[command(name = "coldsnap", version)]
+struct Cli {
+    /// Print one JSON value instead of text.
+    #[arg(long, global = true)]
+    json: bool,
+    /// Directory of the node store.
+    #[arg(long, global = true, value_name = "DIR", env = "COLDSNAP_STORE", default_value = NodeStore::DEFAULT_ROOT)]
+    store: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Capture(capture::Args),
+    Inspect(inspect::Args),
+    Verify(verify::Args),
+    Check(check::Args),
+    Payload(payload::Args),
+    Doctor(doctor::Args),
+    /// Print what this build can do.
+    Capabilities,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::builder()
+                .with_default_directive(tracing::level_filters::LevelFilter::WARN.into())
+                .with_env_var("COLDSNAP_LOG")
+                .from_env_lossy(),
+        )
+        .init();
+    let output = Output::new(cli.json);
+    let result = match cli.command {
+        Command::Capture(args) => capture::run(args, &cli.store, &output),
+        Command::Inspect(args) => inspect::run(args, &cli.store, &output),
+        Command::Verify(args) => verify::run(args, &output),
+        Command::Check(args) => check::run(args, &output),
+        Command::Payload(args) => payload::run(args, &cli.store, &output),
+        Command::Doctor(args) => doctor::run(args, &cli.store, &output),
+        Command::Capabilities => capabilities::run(&output),
+    };
+    output.finish(result)
+}

@@ -28,6 +28,25 @@ pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     result
 }
 
+/// Writes a file that must not exist yet, as durably as [`write_file`]. It appears complete or not at all.
+///
+/// # Errors
+/// `AlreadyExists` when there is something at `path`, else any error of the file system; the temporary file
+/// is removed in every case.
+pub fn write_new_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let (temporary, mut file) = create_temporary(path, mode)?;
+    let result = (|| {
+        file.write_all(bytes)?;
+        file.set_permissions(fs::Permissions::from_mode(mode))?;
+        file.sync_all()?;
+        // Unlike a rename, a link never replaces.
+        fs::hard_link(&temporary, path)
+    })();
+    let removed = fs::remove_file(&temporary);
+    result.and(removed)?;
+    sync_directory(parent(path))
+}
+
 /// Makes a fully written temporary `file` durable under its final name `path`.
 /// Both names must be in one directory.
 ///
@@ -80,6 +99,17 @@ mod tests {
         write_file(&path, b"two", 0o644).unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"two");
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o644);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_new_file_replaces_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("artifact.json");
+        write_new_file(&path, b"one", 0o644).unwrap();
+        let error = write_new_file(&path, b"two", 0o644).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(fs::read(&path).unwrap(), b"one");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 

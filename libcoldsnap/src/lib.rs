@@ -4,5 +4,14 @@
 //! (`AdmittedPayload`, `CoveredLayout`) can only be made by the code that checked it.
 
 pub mod capsule;
+pub mod capture;
+pub mod check;
+pub mod criu;
 pub mod digest;
 pub mod durable;
+pub mod extent;
+pub mod format;
+pub mod inspect;
+pub mod mapped_file;
+pub mod restore;
+pub mod store;

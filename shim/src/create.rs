@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use coldsnap::restore::ModeError;
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use log::{info, warn};
@@ -17,6 +18,7 @@ use crate::exit::begin_init;
 use crate::mount::{RootMounts, unmount_below};
 use crate::options::Options;
 use crate::process::Process;
+
 use crate::restore::{CheckpointImages, Decision, LiveContainer, RestoreMode, decide};
 use crate::runc::{self, ChildStdio};
 use crate::spec::{Namespace, Spec};
@@ -117,7 +119,9 @@ async fn decide_restore(
         }));
     }
     let mode = match spec.annotation(coldsnap::capsule::RESTORE_ANNOTATION) {
-        Some(text) => text.parse().map_err(TaskError::InvalidArgument)?,
+        Some(text) => {
+            text.parse().map_err(|error: ModeError| TaskError::InvalidArgument(error.to_string()))?
+        }
         None => RestoreMode::default(),
     };
     let rootfs = match spec.rootfs() {

@@ -5,41 +5,19 @@
 
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
-use coldsnap::capsule;
+use coldsnap::restore as library;
+use coldsnap::store::NodeStore;
+use log::info;
 use serde_json::Value;
 use thiserror::Error;
 
+pub use coldsnap::restore::RestoreMode;
+
 use crate::criu::TCP_CLOSE;
 
-/// What annotation `coldsnap.io/restore` asks for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RestoreMode {
-    /// Restore where it is possible, start cold otherwise.
-    #[default]
-    Auto,
-    /// Restore or fail.
-    Require,
-    /// Start cold.
-    Never,
-}
-
-impl FromStr for RestoreMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "require" => Ok(Self::Require),
-            "never" => Ok(Self::Never),
-            _ => Err(format!(
-                "annotation {} is {text:?}; auto, require or never is expected",
-                capsule::RESTORE_ANNOTATION
-            )),
-        }
-    }
-}
+/// Environment variable of containerd (shims inherit it) that names another node store.
+const STORE_VARIABLE: &str = "COLDSNAP_STORE";
 
 /// The container that is about to be started.
 #[derive(Debug)]
@@ -78,22 +56,45 @@ pub trait RestorePlan: Debug + Send + Sync {
     fn start_read_ahead(&self) -> Box<dyn Send + Sync>;
 }
 
-/// Decides for a container whose request names no images.
+/// Decides for a container whose request names no images. In mode `Auto` a capsule that cannot be restored here is a
+/// cold start with a reason.
 ///
 /// # Errors
 /// `mode` is `Require` and there is nothing to restore, or it cannot be restored.
 pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, RestoreRefused> {
-    if mode == RestoreMode::Never {
-        return Ok(Decision::Cold(None));
+    let store =
+        NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()));
+    let live = library::LiveContainer { rootfs: live.rootfs, spec: live.spec, store: &store };
+    match library::decide(&live, mode) {
+        Ok(library::Decision::Restore(plan)) => Ok(Decision::Restore(plan)),
+        Ok(library::Decision::Cold(reason)) => {
+            info!("cold start: {reason}");
+            Ok(Decision::Cold(None))
+        }
+        Err(refused) if mode == RestoreMode::Auto => Ok(Decision::Cold(Some(refused.to_string()))),
+        Err(refused) => Err(RestoreRefused(refused.to_string())),
     }
-    let is_capsule = live.rootfs.join(capsule::ARTIFACT_PATH).symlink_metadata().is_ok();
-    let reason = match is_capsule {
-        true => "this shim was built without the part of the library that restores capsules".to_owned(),
-        false => format!("the root filesystem holds no capsule (no /{})", capsule::ARTIFACT_PATH),
-    };
-    match mode {
-        RestoreMode::Require => Err(RestoreRefused(reason)),
-        _ => Ok(Decision::Cold(is_capsule.then_some(reason))),
+}
+
+impl RestorePlan for library::RestorePlan {
+    fn images_dir(&self) -> &Path {
+        self.images_dir()
+    }
+
+    fn parent_dir(&self) -> Option<&Path> {
+        None
+    }
+
+    fn criu_config(&self) -> String {
+        self.criu_config()
+    }
+
+    fn capture_id(&self) -> &str {
+        self.capture_id()
+    }
+
+    fn start_read_ahead(&self) -> Box<dyn Send + Sync> {
+        Box::new(self.start_read_ahead())
     }
 }
 
@@ -150,12 +151,6 @@ impl RestorePlan for CheckpointImages {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_annotation_has_three_values() {
-        assert_eq!("require".parse(), Ok(RestoreMode::Require));
-        assert!("Require".parse::<RestoreMode>().unwrap_err().contains("coldsnap.io/restore"));
-    }
 
     #[test]
     fn without_a_capsule_auto_is_cold_and_require_is_refused() {

@@ -1,0 +1,9 @@
+//! One module per command, each with its arguments and a `run`.
+
+pub mod capabilities;
+pub mod capture;
+pub mod check;
+pub mod doctor;
+pub mod inspect;
+pub mod payload;
+pub mod verify;

@@ -1,0 +1,89 @@
+//! `coldsnap payload`: the payloads of this node's store.
+
+use std::path::Path;
+
+use clap::Subcommand;
+use coldsnap::digest::Digest;
+use coldsnap::store::{NodeStore, PayloadInfo, PayloadState};
+use serde::Serialize;
+
+use crate::output::{CliError, Output};
+
+/// Model payloads in the node store.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// List them: size, whether the validation record holds, number of leases.
+    Ls,
+}
+
+#[derive(Serialize)]
+struct Listing {
+    store: String,
+    payloads: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    digest: Digest,
+    path: String,
+    bytes: u64,
+    /// `verified`, `unverified` (the next use hashes it) or `unusable`
+    state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<String>,
+    leases: usize,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When the store cannot be read.
+pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+    match args.command {
+        Command::Ls => list(&NodeStore::at(store), output),
+    }
+}
+
+fn list(store: &NodeStore, output: &Output) -> Result<(), CliError> {
+    let payloads = store.list()?.into_iter().map(Row::from).collect();
+    let listing = Listing { store: store.root().display().to_string(), payloads };
+    output.result(&listing, || listing.text())
+}
+
+impl From<PayloadInfo> for Row {
+    fn from(info: PayloadInfo) -> Self {
+        let (state, reason) = match info.state {
+            PayloadState::Verified => ("verified", None),
+            PayloadState::Unverified(reason) => ("unverified", Some(reason)),
+            PayloadState::Unusable(reason) => ("unusable", Some(reason)),
+        };
+        let path = info.path.display().to_string();
+        Self { digest: info.digest, path, bytes: info.bytes, state, reason, leases: info.leases }
+    }
+}
+
+impl Listing {
+    fn text(&self) -> String {
+        if self.payloads.is_empty() {
+            return format!("no payloads in {}", self.store);
+        }
+        let header = format!("{:<71}  {:>14}  {:>6}  STATE", "DIGEST", "BYTES", "LEASES");
+        let rows = self.payloads.iter().map(|row| {
+            let reason = row.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
+            format!(
+                "{:<71}  {:>14}  {:>6}  {}{reason}",
+                row.digest.to_string(),
+                row.bytes,
+                row.leases,
+                row.state
+            )
+        });
+        std::iter::once(header).chain(rows).collect::<Vec<_>>().join("\n")
+    }
+}

@@ -1,0 +1,156 @@
+//! `capture.json`: what a restore compares with the live container before anything starts.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::scope::MappingScope;
+
+/// The only format of `capture.json`.
+pub const FORMAT: u32 = 1;
+/// Larger is not one of ours.
+const MAX_BYTES: u64 = 4 << 20;
+
+/// Facts of one capture.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CaptureFacts {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// Identifier of the capture.
+    pub capture_id: String,
+    /// Seconds since 1970.
+    pub created_unix: u64,
+    /// `uname -m` of the node.
+    pub architecture: String,
+    /// Page size in bytes.
+    pub page_size: u64,
+    /// `uname -r` of the node; information only, never compared.
+    pub kernel: String,
+    /// Versions of the tools that made the dump; information only.
+    pub tools: Tools,
+    /// What the process was started with; a restore is only tried for the same arguments.
+    pub process: ProcessFacts,
+    /// Bind mounts that the container had (destinations), which CRIU needs again.
+    pub binds: Vec<String>,
+    /// CRIU images in the capsule.
+    pub images: Vec<ImageFacts>,
+    /// Scope that was asked for.
+    pub scope: MappingScope,
+    /// What was found in a process that narrowed the scope, or nothing.
+    pub scope_narrowed: Vec<String>,
+    /// What happens to established TCP connections at a restore: true when they are kept.
+    pub keep_tcp: bool,
+    /// Processes with mapped memory.
+    pub workers: Vec<WorkerFacts>,
+}
+
+/// Versions of tools.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tools {
+    /// ColdSnap.
+    pub coldsnap: String,
+    /// CRIU, empty when it could not be asked.
+    pub criu: String,
+    /// The OCI runtime, empty when it could not be asked.
+    pub runtime: String,
+}
+
+/// The container's process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProcessFacts {
+    /// Its arguments.
+    pub args: Vec<String>,
+    /// Whether it had a terminal.
+    pub terminal: bool,
+}
+
+/// One file of the dump.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageFacts {
+    /// File name in the images directory.
+    pub name: String,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
+/// One worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerFacts {
+    /// Worker id, also the name of its hydration directory.
+    pub id: String,
+    /// Pid in the container's pid namespace.
+    pub pid: u32,
+}
+
+/// `capture.json` is unusable.
+#[derive(Debug, thiserror::Error)]
+pub enum FactsError {
+    /// It is not readable or too large.
+    #[error("cannot read {path}: {source}")]
+    Io {
+        /// The file.
+        path: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// It is not what this version writes.
+    #[error("{path} is malformed: {reason}")]
+    Malformed {
+        /// The file.
+        path: String,
+        /// What was found.
+        reason: String,
+    },
+}
+
+impl CaptureFacts {
+    /// Parses the bytes of `capture.json`; `path` is for messages.
+    ///
+    /// # Errors
+    /// When a field is missing, unknown, of another type, or the format is another one.
+    pub fn parse(path: &str, bytes: &[u8]) -> Result<Self, FactsError> {
+        let malformed = |reason: String| FactsError::Malformed { path: path.to_owned(), reason };
+        let facts: Self = serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))?;
+        if facts.format != FORMAT {
+            return Err(malformed(format!("format {} is not {FORMAT}", facts.format)));
+        }
+        for image in &facts.images {
+            if image.name.contains('/') || image.name.starts_with('.') {
+                return Err(malformed(format!("{:?} is not an image name", image.name)));
+            }
+        }
+        Ok(facts)
+    }
+
+    /// Reads a `capture.json`.
+    ///
+    /// # Errors
+    /// As [`CaptureFacts::parse`], or an I/O error.
+    pub fn read(path: &Path) -> Result<Self, FactsError> {
+        let name = path.display().to_string();
+        let io = |source| FactsError::Io { path: name.clone(), source };
+        let size = fs::metadata(path).map_err(io)?.len();
+        if size > MAX_BYTES {
+            return Err(FactsError::Malformed { path: name, reason: format!("{size} bytes is too large") });
+        }
+        Self::parse(&name, &fs::read(path).map_err(io)?)
+    }
+
+    /// The JSON text: indent 2, sorted keys, newline at the end.
+    ///
+    /// # Errors
+    /// Never for values of this type; serde_json's signature.
+    pub fn to_json(&self) -> Result<Vec<u8>, serde_json::Error> {
+        // Through a Value, whose maps are sorted.
+        let mut bytes = serde_json::to_vec_pretty(&serde_json::to_value(self)?)?;
+        bytes.push(b'\n');
+        Ok(bytes)
+    }
+}
