@@ -78,7 +78,7 @@ fn a_repeated_word_does_not_fill_the_index() {
 #[test]
 fn words_chosen_to_be_anchors_do_not_fill_the_index() {
     // The words whose hashes are 1, 2, 3, ...: every one is selected, and no two are equal.
-    let inverse = (0..6).fold(1u64, |x, _| x.wrapping_mul(2u64.wrapping_sub(index::HASH.wrapping_mul(x))));
+    let inverse = (0..6).fold(1u64, |x, _| x.wrapping_mul(2u64.wrapping_sub(anchors::HASH.wrapping_mul(x))));
     let content = words(1 << 20, |position| (position as u64 + 1).wrapping_mul(inverse));
     let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
     let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
