@@ -29,6 +29,7 @@ async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>
         return;
     };
     container.set_init_ended();
+    container.end_read_ahead();
     if container.shares_pid_namespace
         && let Err(error) = container.runc.kill(&container.id, signal_number(Signal::KILL), true).await
         && !error.already_finished()
