@@ -7,12 +7,14 @@ use std::sync::Arc;
 use containerd_shim_protos::api::DeleteResponse;
 use time::OffsetDateTime;
 
+use crate::cgroup;
 use crate::container::{INIT_PID_FILE, read_pid};
 use crate::exit::timestamp;
 use crate::mount::unmount_below;
 use crate::options::Options;
 use crate::reaper::Reaper;
 use crate::runc::Runc;
+use crate::spec::Spec;
 
 /// Exit status that is reported for a container whose shim was killed: 128 + SIGKILL.
 const KILLED: u32 = 128 + 9;
@@ -32,6 +34,11 @@ pub async fn after_dead_shim(
     let runc = Runc::new(&options.binary_name, &options.root, namespace, options.systemd_cgroup, reaper);
     if let Err(error) = runc.delete(id, true).await {
         eprintln!("container {id}: {error}");
+    }
+    // A runtime that was killed while it made the container does not know it.
+    match Spec::load(bundle) {
+        Ok(spec) => spec.cgroups_path().into_iter().for_each(|path| cgroup::remove_leftovers(path, id)),
+        Err(error) => eprintln!("container {id}: {error}"),
     }
     if let Err(error) = unmount_below(&bundle.join("rootfs")) {
         eprintln!("container {id}: {error}");

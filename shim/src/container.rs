@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use containerd_shim_protos::api::Status;
 use tokio::sync::watch;
 
+use crate::cgroup::Cgroup;
 use crate::error::TaskError;
 use crate::events::Events;
 use crate::options::Options;
@@ -66,7 +67,7 @@ pub struct Container {
     pub host: Host,
     /// Its first process.
     pub init: Arc<Process>,
-    /// Its processes see those of the host: nothing ends them when the first process ends.
+    /// Its pid namespace is the host's or another container's: the kernel does not end its processes with the first.
     pub shares_pid_namespace: bool,
     /// It has a network namespace that begins with it.
     pub has_own_network: bool,
@@ -77,6 +78,7 @@ pub struct Container {
     execs: Mutex<HashMap<String, Arc<Process>>>,
     running_execs: watch::Sender<usize>,
     init_ended: AtomicBool,
+    cgroup: OnceLock<Cgroup>,
 }
 
 /// The facts a container is made from.
@@ -124,6 +126,7 @@ impl Container {
             execs: Mutex::default(),
             running_execs: watch::Sender::new(0),
             init_ended: AtomicBool::new(false),
+            cgroup: OnceLock::new(),
         }
     }
 
@@ -219,6 +222,20 @@ impl Container {
     /// Sets the restore that Start carries out.
     pub fn set_pending_restore(&self, pending: PendingRestore) {
         *self.pending_restore.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
+    }
+
+    /// Begins the life of the first process as `pid`.
+    pub fn set_init_pid(&self, pid: i32) {
+        self.init.set_pid(pid);
+        // Later the process may be gone, and with it the way to find them.
+        if let Some(cgroup) = Cgroup::of_process(pid) {
+            let _ = self.cgroup.set(cgroup);
+        }
+    }
+
+    /// The cgroups of the container, from its first start on.
+    pub fn cgroup(&self) -> Option<&Cgroup> {
+        self.cgroup.get()
     }
 
     /// The file in the bundle that takes the pid of the first process.

@@ -14,7 +14,7 @@ use crate::container::{
     CRIU_CONFIG_FILE, Container, Host, NewContainer, PendingRestore, ReadAhead, read_pid,
 };
 use crate::error::TaskError;
-use crate::exit::supervise_init;
+use crate::exit::begin_init;
 use crate::mount::{RootMounts, unmount_below};
 use crate::options::Options;
 use crate::process::Process;
@@ -81,7 +81,7 @@ async fn create_in(
             rootfs: rootfs.to_owned(),
             options,
             init: Process::new("", stdio),
-            shares_pid_namespace: spec.namespace("pid") == Namespace::Host,
+            shares_pid_namespace: spec.namespace("pid") != Namespace::Own,
             has_own_network: spec.namespace("network") == Namespace::Own,
         },
     ));
@@ -156,7 +156,7 @@ async fn decide_restore(
 /// The standard streams cannot be made, or the runtime failed; it leaves no container then.
 pub async fn create_cold(container: &Arc<Container>) -> Result<(), TaskError> {
     let began = Instant::now();
-    let streams = InitStreams::open(container)?;
+    let streams = Streams::open_init(container)?;
     let pid_file = container.pid_file();
     let inheritance = container.host.reaper.inheritance();
     let new = runc::NewContainer {
@@ -166,14 +166,13 @@ pub async fn create_cold(container: &Arc<Container>) -> Result<(), TaskError> {
         no_new_keyring: container.options.no_new_keyring,
     };
     container.runc.create(&container.id, &container.bundle, &new, streams.child).await?;
-    let connected = match connect_streams(container, streams.console, streams.ends).await {
+    let connected = match connect_streams(&container.init, streams.console, streams.ends).await {
         Ok(()) => read_pid(&pid_file),
         Err(error) => Err(error),
     };
     match connected {
         Ok(pid) => {
-            container.init.set_pid(pid);
-            tokio::spawn(supervise_init(Arc::clone(container), inheritance.watch(pid)));
+            begin_init(container, pid, inheritance.watch(pid));
             container.timings().record("runtime_create", began);
             Ok(())
         }
@@ -187,9 +186,9 @@ pub async fn create_cold(container: &Arc<Container>) -> Result<(), TaskError> {
     }
 }
 
-/// The streams of a first process that is about to begin.
+/// The streams of a process that is about to begin.
 #[derive(Debug)]
-pub struct InitStreams {
+pub struct Streams {
     /// The descriptors for the runtime.
     pub child: ChildStdio,
     /// Where a terminal will arrive.
@@ -198,44 +197,57 @@ pub struct InitStreams {
     pub ends: ShimEnds,
 }
 
-impl InitStreams {
-    /// Makes what the request asked for.
+impl Streams {
+    /// Makes what `request` asks for; pipes belong to user and group `owner`, a console socket gets the name `socket`
+    /// in the bundle.
     ///
     /// # Errors
     /// A pipe or socket cannot be made, or a URI not be used.
-    pub fn open(container: &Container) -> Result<Self, TaskError> {
-        let request = &container.init.stdio;
+    pub fn open(
+        bundle: &Path,
+        socket: &str,
+        request: &StdioRequest,
+        owner: (u32, u32),
+    ) -> Result<Self, TaskError> {
         if request.terminal {
-            let console = ConsoleSocket::listen(&container.bundle, CONSOLE_SOCKET)?;
+            let console = ConsoleSocket::listen(bundle, socket)?;
             return Ok(Self {
                 child: ChildStdio::default(),
                 console: Some(console),
                 ends: ShimEnds::default(),
             });
         }
-        let (child, ends) = make_pipes(request, (container.options.io_uid, container.options.io_gid))?;
+        let (child, ends) = make_pipes(request, owner)?;
         Ok(Self { child, console: None, ends })
+    }
+
+    /// Those of the container's first process.
+    ///
+    /// # Errors
+    /// As [`Streams::open`].
+    pub fn open_init(container: &Container) -> Result<Self, TaskError> {
+        let owner = (container.options.io_uid, container.options.io_gid);
+        Self::open(&container.bundle, CONSOLE_SOCKET, &container.init.stdio, owner)
     }
 }
 
-/// Starts the copies between a first process and containerd's fifos or log files.
+/// Starts the copies between a process and containerd's fifos or log files.
 ///
 /// # Errors
 /// The terminal did not arrive, or a fifo or file cannot be opened.
 pub async fn connect_streams(
-    container: &Container,
+    process: &Process,
     console: Option<ConsoleSocket>,
     ends: ShimEnds,
 ) -> Result<(), TaskError> {
-    let init = &container.init;
-    let mut copies = init.copies.lock().await;
+    let mut copies = process.copies.lock().await;
     match console {
         Some(socket) => {
             let console = socket.receive().await?;
-            copies.start_console(&init.stdio, &console)?;
-            *init.console() = Some(console);
+            copies.start_console(&process.stdio, &console)?;
+            *process.console() = Some(console);
         }
-        None => copies.start_pipes(&init.stdio, ends)?,
+        None => copies.start_pipes(&process.stdio, ends)?,
     }
     Ok(())
 }

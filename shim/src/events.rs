@@ -14,7 +14,7 @@ use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::shim_async::{Client, EventsClient};
 use containerd_shim_protos::ttrpc::{self, context};
-use log::{error, warn};
+use log::{debug, error, warn};
 use tokio::sync::{mpsc, oneshot};
 
 /// Topic of the event that says why a restore became a cold start.
@@ -22,7 +22,7 @@ pub const RESTORE_FALLBACK_TOPIC: &str = "/coldsnap/restore-fallback";
 
 /// containerd answers an event within microseconds; one that hangs must not hold the queue up for ever.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
-/// containerd's own shims give up on an event after five attempts.
+/// containerd's own shims give up on an event after five attempts too.
 const ATTEMPTS: u32 = 5;
 /// How long a shim that shuts down waits for the queue.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -113,18 +113,16 @@ async fn forward(address: String, mut queue: mpsc::UnboundedReceiver<Order>) {
 async fn send(address: &str, client: &mut Option<EventsClient>, envelope: Envelope) {
     let topic = envelope.topic.clone();
     let request = ForwardRequest { envelope: Some(envelope).into(), ..Default::default() };
-    for attempt in 1..=ATTEMPTS {
-        let error = match try_send(address, client, &request).await {
+    for attempt in 0..ATTEMPTS {
+        // The first new connection is made at once: containerd was restarted, long ago as a rule.
+        let pause = Duration::from_secs(u64::from(attempt.saturating_sub(1)));
+        tokio::time::sleep(pause).await;
+        match try_send(address, client, &request).await {
             Ok(()) => return,
-            Err(error) => error,
-        };
-        // A new attempt needs a new connection: containerd may have been restarted.
-        *client = None;
-        if attempt == ATTEMPTS {
-            error!("event {topic} is lost: {error}");
-        } else {
-            tokio::time::sleep(Duration::from_secs(u64::from(attempt))).await;
+            Err(error) if attempt + 1 == ATTEMPTS => error!("event {topic} is lost: {error}"),
+            Err(error) => debug!("event {topic}: {error}"),
         }
+        *client = None;
     }
 }
 

@@ -10,13 +10,16 @@ use time::OffsetDateTime;
 
 use crate::console::ConsoleSocket;
 use crate::container::{Container, read_pid};
+use crate::create::{Streams, connect_streams};
 use crate::error::TaskError;
 use crate::exit::supervise_exec;
 use crate::process::Process;
 use crate::reaper::Exit;
-use crate::runc::ChildStdio;
 use crate::start::NEVER_RAN;
-use crate::stdio::{ShimEnds, StdioRequest, make_pipes};
+use crate::stdio::{ShimEnds, StdioRequest};
+
+/// SIGKILL's number.
+const KILL: u32 = 9;
 
 /// Adds an exec to a running container; it runs after its own Start.
 ///
@@ -72,61 +75,52 @@ pub async fn start_exec(container: &Arc<Container>, exec_id: &str) -> Result<u32
     container.require_status("start an exec", &[Status::RUNNING])?;
     let running = container.count_running_exec()?;
     let inheritance = container.host.reaper.inheritance();
-    let pid = run(container, &process).await.inspect_err(|_| {
+    let began = run(container, &process).await.inspect_err(|_| {
         process.set_exit(Exit { status: NEVER_RAN, at: OffsetDateTime::now_utc() });
     })?;
-    process.set_pid(pid);
+    process.set_pid(began.pid);
     process.set_status(Status::RUNNING);
+    let exit = inheritance.watch(began.pid);
+    let connected = connect_streams(&process, began.console, began.ends).await;
     container.host.events.publish(TaskExecStarted {
         container_id: container.id.clone(),
         exec_id: exec_id.to_owned(),
         pid: process.pid_u32(),
         ..Default::default()
     });
-    tokio::spawn(supervise_exec(
-        Arc::clone(container),
-        Arc::clone(&process),
-        inheritance.watch(pid),
-        running,
-    ));
+    tokio::spawn(supervise_exec(Arc::clone(container), Arc::clone(&process), exit, running));
+    if let Err(error) = connected {
+        // It runs, but nobody can talk to it.
+        let _ = container.host.reaper.kill(began.pid, KILL);
+        return Err(error);
+    }
     Ok(process.pid_u32())
 }
 
-async fn run(container: &Container, process: &Process) -> Result<i32, TaskError> {
+/// An exec that the runtime has started.
+#[derive(Debug)]
+struct Began {
+    pid: i32,
+    console: Option<ConsoleSocket>,
+    ends: ShimEnds,
+}
+
+async fn run(container: &Container, process: &Process) -> Result<Began, TaskError> {
     let exec_id = &process.id;
-    let (child, ends, console) = match process.stdio.terminal {
-        true => {
-            let console = ConsoleSocket::listen(&container.bundle, &format!("{exec_id}-console.sock"))?;
-            (ChildStdio::default(), ShimEnds::default(), Some(console))
-        }
-        false => {
-            let owner = (container.options.io_uid, container.options.io_gid);
-            let (child, ends) = make_pipes(&process.stdio, owner)?;
-            (child, ends, None)
-        }
-    };
+    let owner = (container.options.io_uid, container.options.io_gid);
+    let streams =
+        Streams::open(&container.bundle, &format!("{exec_id}-console.sock"), &process.stdio, owner)?;
     let pid_file = container.bundle.join(format!("{exec_id}.pid"));
     let description = process_file(container, exec_id);
-    let result = container
-        .runc
-        .exec(&container.id, &description, &pid_file, console.as_ref().map(ConsoleSocket::path), child)
-        .await;
+    let console_socket = streams.console.as_ref().map(ConsoleSocket::path);
+    let result =
+        container.runc.exec(&container.id, &description, &pid_file, console_socket, streams.child).await;
     // The runtime has read it.
     let _ = std::fs::remove_file(&description);
     result?;
-
-    let mut copies = process.copies.lock().await;
-    match console {
-        Some(socket) => {
-            let console = socket.receive().await?;
-            copies.start_console(&process.stdio, &console)?;
-            *process.console() = Some(console);
-        }
-        None => copies.start_pipes(&process.stdio, ends)?,
-    }
     let pid = read_pid(&pid_file);
     let _ = std::fs::remove_file(&pid_file);
-    pid
+    Ok(Began { pid: pid?, console: streams.console, ends: streams.ends })
 }
 
 fn process_file(container: &Container, exec_id: &str) -> PathBuf {

@@ -11,11 +11,19 @@ use time::OffsetDateTime;
 use tokio::sync::oneshot;
 
 use crate::container::{Container, RunningExec};
+use crate::oom;
 use crate::process::Process;
 use crate::reaper::Exit;
 
+/// Begins the life of the container's first process as `pid`, whose end `exit` will tell.
+pub fn begin_init(container: &Arc<Container>, pid: i32, exit: oneshot::Receiver<Exit>) {
+    container.set_init_pid(pid);
+    tokio::spawn(oom::watch(Arc::clone(container)));
+    tokio::spawn(supervise_init(Arc::clone(container), exit));
+}
+
 /// Waits for the end of the container's first process and publishes it, as the last of the container's exits.
-pub async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>) {
+async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>) {
     let Ok(exit) = exit.await else {
         error!("container {}: the exit of its first process was lost", container.id);
         return;

@@ -3,6 +3,7 @@
 //! Cold containers behave as with `io.containerd.runc.v2`; containers whose root filesystem holds a capsule are
 //! restored from it. The lifecycle is carried out by a runc-compatible binary.
 
+mod cgroup;
 mod checkpoint;
 mod cleanup;
 mod console;
@@ -19,6 +20,7 @@ mod features;
 mod manager;
 mod mount;
 mod network;
+mod oom;
 mod options;
 mod process;
 mod reaper;

@@ -89,6 +89,11 @@ impl Spec {
         Some(self.path.parent()?.join(path))
     }
 
+    /// Where the runtime makes the container's cgroups.
+    pub fn cgroups_path(&self) -> Option<&str> {
+        self.value.pointer("/linux/cgroupsPath")?.as_str()
+    }
+
     /// How the container gets its namespace of kind `kind` (`pid`, `network`, ...).
     pub fn namespace(&self, kind: &str) -> Namespace<'_> {
         let entries = self.value.pointer("/linux/namespaces").and_then(Value::as_array);

@@ -11,9 +11,9 @@ use time::OffsetDateTime;
 
 use crate::console::ConsoleSocket;
 use crate::container::{Container, PendingRestore, read_pid};
-use crate::create::{InitStreams, connect_streams, create_cold};
+use crate::create::{Streams, connect_streams, create_cold};
 use crate::error::TaskError;
-use crate::exit::supervise_init;
+use crate::exit::begin_init;
 use crate::network::bring_up_loopback;
 use crate::reaper::Exit;
 use crate::runc::{self, RestoreImages, RuncError};
@@ -81,7 +81,7 @@ async fn restore(container: &Arc<Container>, pending: &PendingRestore) -> Result
     std::fs::write(&config, pending.plan.criu_config())
         .map_err(TaskError::io(format!("write {}", config.display())))?;
 
-    let streams = InitStreams::open(container)?;
+    let streams = Streams::open_init(container)?;
     let pid_file = container.pid_file();
     let inheritance = container.host.reaper.inheritance();
     let new = runc::NewContainer {
@@ -105,9 +105,8 @@ async fn restore(container: &Arc<Container>, pending: &PendingRestore) -> Result
     if container.has_own_network {
         bring_up_loopback(pid)?;
     }
-    connect_streams(container, streams.console, streams.ends).await?;
-    container.init.set_pid(pid);
-    tokio::spawn(supervise_init(Arc::clone(container), exit));
+    connect_streams(&container.init, streams.console, streams.ends).await?;
+    begin_init(container, pid, exit);
     container.timings().record("post", began);
     info!("container {}: restored {} as pid {pid}", container.id, pending.plan.capture_id());
     Ok(())

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, CheckpointError};
 use super::content_match::{ContentMatcher, MatchError, MatchOptions};
 use super::descriptor;
 use super::earlier::{Earlier, EarlierError};
@@ -139,6 +139,8 @@ pub enum CaptureError {
     #[error("cannot tell which memory is the model's: {0}")]
     Match(#[from] MatchError),
     #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
     Earlier(#[from] EarlierError),
     #[error(transparent)]
     Facts(#[from] FactsError),
@@ -189,6 +191,10 @@ pub fn capture(
     for process in &dump.processes {
         planned.push(PlannedWorker::plan(process, &earlier, matcher.as_ref(), scope)?);
         progress.advance(process.pages.len() as u64);
+    }
+    if let Some(checkpoint) = request.checkpoint {
+        // Else the recovery manifest would point at bytes that are no longer there.
+        checkpoint.ensure_unchanged()?;
     }
 
     let images_dir = request.layer_root.join(capsule::IMAGES_DIR);

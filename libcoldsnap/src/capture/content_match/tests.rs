@@ -20,6 +20,17 @@ fn extents(checkpoint: &Checkpoint, memory: &[u8]) -> Vec<ModelExtent> {
     model_extents(&find(checkpoint, memory), checkpoint, &regions, PAGE).unwrap()
 }
 
+fn find_in_chunks(
+    matcher: &ContentMatcher<'_>,
+    chunk: usize,
+    regions: &[MemoryRegion<'_>],
+    threads: usize,
+) -> (Vec<MatchedRun>, MatchStats) {
+    let scanner = Scanner { chunk, ..Scanner::new(matcher.checkpoint, matcher.options.min_run) };
+    let mut stats = MatchStats::default();
+    (matcher.find_with(&scanner, regions, threads, &mut stats).unwrap(), stats)
+}
+
 #[test]
 fn tensors_in_another_order_become_one_extent() {
     let contents = [noise(1, 20_000), noise(2, 1000), noise(3, 30_000), vec![0, 0, 0x80, 0x3f]];
@@ -62,6 +73,24 @@ fn a_column_shard_is_one_extent_of_many_pieces() {
     assert_eq!(found[0].members[1], ("t0".to_owned(), 4096, 4096));
     let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
     assert!((matcher.matched_ratio(&find(&checkpoint, &memory)) - 0.5).abs() < f64::EPSILON);
+}
+
+#[test]
+fn pieces_between_samples_are_found_once_any_piece_is() {
+    // Every second page of a large tensor: most lie between the samples.
+    let tensor = noise(1, 4 << 20);
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&tensor));
+    let memory: Vec<u8> = tensor.chunks(8192).flat_map(|pages| &pages[..4096]).copied().collect();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(
+        found.iter().map(|extent| (extent.len, extent.pieces.len())).collect::<Vec<_>>(),
+        [(2 << 20, 512)]
+    );
+    // A process without the model is scanned once.
+    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let other = noise(2, 1 << 20);
+    let stats = matcher.find(&[MemoryRegion { address: BASE, data: &other }]).unwrap().stats;
+    assert_eq!(stats.scanned_bytes, 1 << 20);
 }
 
 #[test]
@@ -226,10 +255,14 @@ fn runs_reach_back_over_chunks_without_anchors() {
     let content = [vec![0; 8192], noise(1, 20_000)].concat();
     let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
     let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
-    let scanner = Scanner { chunk: 4096, ..Scanner::new(&checkpoint, &matcher.index, 256) };
-    let regions = [MemoryRegion { address: BASE, data: &content }];
-    let runs = scanner.scan(&regions, 1, &mut MatchStats::default()).concat();
-    assert_eq!((runs.len(), runs[0].start, runs[0].len), (1, 0, content.len()));
+    let runs = find_in_chunks(&matcher, 4096, &[MemoryRegion { address: BASE, data: &content }], 1).0;
+    let expected = MatchedRun {
+        address: BASE,
+        len: 28_192,
+        file_index: 0,
+        file_offset: checkpoint.tensors()[0].file_offset,
+    };
+    assert_eq!(runs, [expected]);
 }
 
 #[test]
