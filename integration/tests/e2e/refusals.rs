@@ -37,8 +37,8 @@ fn refused_or_cold(
     let _ = node.ctr().output(["containers", "rm", "required"])?;
 
     let events = node.logs().join("events.log");
-    let mut watcher =
-        node.ctr().command(["events"]).stdout(fs::File::create(&events)?).stderr(Stdio::null()).spawn()?;
+    let output = fs::File::create(&events)?;
+    let mut watcher = node.ctr().command(["events"]).stdout(output.try_clone()?).stderr(output).spawn()?;
     std::thread::sleep(Duration::from_millis(200));
     let started = start(node, &launch("auto"));
     let seen = wait_for("the event of a fallback", Duration::from_secs(5), || {

@@ -140,8 +140,8 @@ fn range(values: &[f64], unit: &str) -> String {
     format!("{:.0}{unit} ({min:.0}..{max:.0})", median(values))
 }
 
-#[expect(clippy::cast_precision_loss, reason = "megabytes are shown with one decimal")]
-fn megabytes(bytes: u64) -> String {
+/// A size for people, in units of 10^6 bytes.
+pub fn megabytes(bytes: u64) -> String {
     format!("{:.1} MB", bytes as f64 / 1e6)
 }
 

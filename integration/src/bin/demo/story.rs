@@ -11,7 +11,7 @@ use coldsnap_integration::memory::{self, drop_caches};
 use coldsnap_integration::node::{self, Node, With, bytes_below, program};
 use coldsnap_integration::{netns, process};
 
-use crate::report::{Capture, Machine, Peer, Replica, Report, median};
+use crate::report::{Capture, Machine, Peer, Replica, Report, median, megabytes};
 
 const CAPSULE: &str = "demo.local/llm-capsule:1";
 const PEER_CHECKPOINT: &str = "demo.local/llm-checkpoint:1";
@@ -167,9 +167,9 @@ impl Story {
         self.report.peer =
             Peer { checkpoint_seconds, stored_bytes, private_kb: used.private_kb, ..Peer::default() };
         println!(
-            "   stored {:.1} MB, {:.1} MB private memory",
-            stored_bytes as f64 / 1e6,
-            used.private_kb as f64 / 1e3
+            "   stored {}, private memory {}",
+            megabytes(stored_bytes),
+            megabytes(used.private_kb * 1024)
         );
         ctr.remove_all()
     }
@@ -301,14 +301,14 @@ impl Story {
             .model_bytes_matched_ratio
             .map(|ratio| format!("{:.2} % of the tensors found", ratio * 100.0));
         println!(
-            "   {:.2} s, of which the server stood still {:.2} s; payload {:.1} MB ({}{}), residual {:.1} MB, pages {:.2} MB",
+            "   {:.2} s, of which the server stood still {:.2} s; payload {} ({}{}), residual {}, pages {}",
             capture.capture_seconds,
             capture.freeze_seconds,
-            capture.payload_bytes as f64 / 1e6,
+            megabytes(capture.payload_bytes),
             found.as_deref().unwrap_or("mapped since the restore"),
             if capture.payload_reused { ", known already" } else { "" },
-            capture.residual_bytes as f64 / 1e6,
-            capture.pages_image_bytes as f64 / 1e6,
+            megabytes(capture.residual_bytes),
+            megabytes(capture.pages_image_bytes),
         );
         Ok(capture)
     }
