@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 pub use error::{CheckpointError, HeaderError};
 
-use super::mapped_file::MappedFile;
+use crate::mapped_file::MappedFile;
 
 /// Nesting of directories in a snapshot: pipelines keep one model per subdirectory, nothing is deeper.
 const MAX_DEPTH: usize = 8;
