@@ -17,12 +17,19 @@ const BAR_AFTER: Duration = Duration::from_secs(1);
 pub struct CliError {
     kind: String,
     message: String,
+    printed: bool,
 }
 
 impl CliError {
     /// An error of this kind.
     pub fn new(kind: impl Into<String>, message: impl Display) -> Self {
-        Self { kind: kind.into(), message: message.to_string() }
+        Self { kind: kind.into(), message: message.to_string(), printed: false }
+    }
+
+    /// An error whose details stand in a result that was printed already: with `--json` nothing more is printed,
+    /// because one command prints one JSON value.
+    pub fn in_result(kind: impl Into<String>, message: impl Display) -> Self {
+        Self { printed: true, ..Self::new(kind, message) }
     }
 }
 
@@ -73,6 +80,9 @@ impl Output {
     /// The exit status of a command; prints its error.
     pub fn finish(&self, result: Result<(), CliError>) -> ExitCode {
         let Err(error) = result else { return ExitCode::SUCCESS };
+        if self.json && error.printed {
+            return ExitCode::FAILURE;
+        }
         if self.json {
             let value = serde_json::json!({"error": {"kind": error.kind, "message": error.message}});
             // Nothing is left to do when that fails.

@@ -1,6 +1,7 @@
 //! The guest image and how to ask a guest (see `src/bin/guest`) to check its memory.
 
 use std::fs;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 
 use crate::image::{self, Layer};
+use crate::pattern::{self, PAGE, WORDS};
 use crate::process::wait_for;
 
 /// The reference of the guest's image.
@@ -16,6 +18,29 @@ pub const IMAGE: &str = "demo.local/guest:1";
 pub const CONTROL: &str = "/guest";
 /// Where the image has jemalloc, for `LD_PRELOAD`.
 pub const JEMALLOC: &str = "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2";
+
+/// Seed of the memory of a guest of kind `block`, as made.
+pub const MADE: u64 = 1;
+
+/// Writes a safetensors file with one tensor, whose bytes are the memory of a guest of kind `block` with `mib` MiB: what a loader that reads it
+/// into one buffer would have.
+pub fn write_model(path: &Path, mib: usize) -> Result<()> {
+    let pages = (mib << 20) / PAGE;
+    let header =
+        json!({"block": {"dtype": "I64", "shape": [pages * WORDS], "data_offsets": [0, pages * PAGE]}})
+            .to_string();
+    let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
+    let mut file =
+        BufWriter::new(fs::File::create(path).with_context(|| format!("cannot create {}", path.display()))?);
+    file.write_all(&(header.len() as u64).to_le_bytes())?;
+    file.write_all(header.as_bytes())?;
+    let mut words = [0; WORDS];
+    for page in 0..pages {
+        pattern::fill(&mut words, MADE, page);
+        words.iter().try_for_each(|word| file.write_all(&word.to_ne_bytes()))?;
+    }
+    file.flush().with_context(|| format!("cannot write {}", path.display()))
+}
 
 /// Writes the guest's image to `archive`: the guest program at `/usr/bin/guest`, a shell, a few tools and jemalloc.
 pub fn write_image(archive: &Path, guest: &Path) -> Result<()> {

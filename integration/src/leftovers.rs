@@ -8,13 +8,15 @@ use anyhow::{Context, Result, bail};
 
 use crate::ctr::NAMESPACE;
 
-/// Directories that are empty, or absent, while no container exists: run-time state of runc, bundles and sockets of shims, leases of payloads.
-const EMPTY_DIRECTORIES: [&str; 5] = [
+/// Directories that are empty, or absent, while no container exists: run-time state of runc, bundles and sockets of shims, leases of payloads,
+/// captures in progress.
+const EMPTY_DIRECTORIES: [&str; 6] = [
     "/run/containerd/runc/default",
     "/run/containerd/io.containerd.runtime.v2.task/default",
     "/run/containerd/s",
     "/run/coldsnap/runc/default",
     "/var/lib/coldsnap/leases",
+    "/var/lib/coldsnap/captures",
 ];
 
 /// Everything that containers have on the node at one moment, as lines a person can read.

@@ -4,6 +4,7 @@
 //! Everything here expects to run inside the test node (`integration/node/node.sh run ...`) as root. Errors are `anyhow`: this crate is
 //! a test bench, its errors are read by people.
 
+pub mod coldsnap;
 pub mod ctr;
 pub mod guest;
 pub mod http;
@@ -13,4 +14,5 @@ pub mod llama;
 pub mod memory;
 pub mod netns;
 pub mod node;
+pub mod pattern;
 pub mod process;

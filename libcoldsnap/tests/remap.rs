@@ -1,6 +1,8 @@
 //! The remapper and its proof on generated image sets: whatever is mapped, the memory stays the same; whatever
 //! is damaged afterwards, the proof finds it.
 
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that fails panics")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;

@@ -1,9 +1,13 @@
-//! What a snapshot key tells: whether a layer is being unpacked into the snapshot.
+//! What a snapshot key tells: whether payloads may be mounted.
 //!
 //! containerd hands a proxy snapshotter keys of the form `<namespace>/<sequence>/<key of the client>`.
-//! They are opaque but for one question: into a snapshot that receives a layer no payload may be mounted.
-//! The unpacker of the transfer service says so with a label; the one in the client library says so only
-//! by its key, `extract-<unique> <chain id>` (containerd `core/snapshots` `UnpackKeyFormat`).
+//! They are opaque but for two questions, which nothing else answers:
+//!
+//! * Does the snapshot receive a layer? The unpacker of the transfer service says so with a label; the one in
+//!   the client library only by its key, `extract-<unique> <chain id>` (`core/snapshots` `UnpackKeyFormat`).
+//! * Is a layer compared with the one below? For a committed snapshot the client library compares a view
+//!   called `<snapshot>-view-<unique>` with one of its parent (`pkg/rootfs` `CreateDiff`). A payload in the
+//!   former and not in the latter would become part of the layer.
 
 /// Label that the unpacker of containerd sets on Prepare; its value is the chain id of the layer.
 pub const SNAPSHOT_REF_LABEL: &str = "containerd.io/snapshot.ref";
@@ -11,6 +15,11 @@ pub const SNAPSHOT_REF_LABEL: &str = "containerd.io/snapshot.ref";
 /// Whether a Prepare with this key and these label names belongs to the unpacking of a layer.
 pub fn is_unpack<'a>(key: &str, mut labels: impl Iterator<Item = &'a String>) -> bool {
     labels.any(|name| name == SNAPSHOT_REF_LABEL) || is_unpack_key(client_key(key))
+}
+
+/// Whether a view with this key is the upper side of a comparison of the layer `parent` with what is below it.
+pub fn is_comparison(key: &str, parent: &str) -> bool {
+    client_key(key).strip_prefix(client_key(parent)).is_some_and(|rest| rest.starts_with("-view-"))
 }
 
 /// The part of `<namespace>/<sequence>/<key>` that the client chose; a key of another form as it is.
@@ -55,6 +64,19 @@ mod tests {
             (String::new(), false),
         ] {
             assert_eq!(is_unpack(&key, [].iter()), wanted, "{key}");
+        }
+    }
+
+    #[test]
+    fn comparisons() {
+        let parent = "default/12/sha256:ab";
+        for (key, wanted) in [
+            ("default/13/sha256:ab-view-12-abcd", true),
+            ("default/13/sha256:ab-parent-view-12-abcd", false),
+            ("default/13/sha256:abc-view-12-abcd", false),
+            ("default/13/r1", false),
+        ] {
+            assert_eq!(is_comparison(key, parent), wanted, "{key}");
         }
     }
 

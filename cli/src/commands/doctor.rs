@@ -66,7 +66,7 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
     let checks = runtime.block_on(checks(&args, store));
     let failed = checks.iter().filter(|c| c.status == Status::Failed).count();
     output.result(&checks, || text(&checks))?;
-    if failed == 0 { Ok(()) } else { Err(CliError::new("Doctor", format!("{failed} checks failed"))) }
+    if failed == 0 { Ok(()) } else { Err(CliError::in_result("Doctor", format!("{failed} checks failed"))) }
 }
 
 fn text(checks: &[Check]) -> String {

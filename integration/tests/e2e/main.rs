@@ -5,7 +5,9 @@
 
 mod cold;
 mod guests;
+mod refusals;
 mod restarts;
+mod restore;
 
 use std::path::Path;
 use std::sync::OnceLock;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::checkpoint::Checkpoint;
+use super::checkpoint::{Checkpoint, CheckpointError};
 use super::content_match::{ContentMatcher, MatchError, MatchOptions};
 use super::descriptor;
 use super::earlier::{Earlier, EarlierError};
@@ -31,7 +31,7 @@ use crate::digest::Digest;
 use crate::extent::LayoutError;
 use crate::format::DocumentError;
 use crate::format::recovery_manifest::ModelSource;
-use crate::mapped_file::MappedFile;
+use crate::mapped_file::{MapError, MappedFile};
 use crate::store::{AdmitError, NodeStore, StoreError};
 
 /// PROT_EXEC of `VmaEntry.prot`.
@@ -139,6 +139,10 @@ pub enum CaptureError {
     #[error("cannot tell which memory is the model's: {0}")]
     Match(#[from] MatchError),
     #[error(transparent)]
+    Map(#[from] MapError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
     Earlier(#[from] EarlierError),
     #[error(transparent)]
     Facts(#[from] FactsError),
@@ -189,6 +193,10 @@ pub fn capture(
     for process in &dump.processes {
         planned.push(PlannedWorker::plan(process, &earlier, matcher.as_ref(), scope)?);
         progress.advance(process.pages.len() as u64);
+    }
+    if let Some(checkpoint) = request.checkpoint {
+        // Else the recovery manifest would point at bytes that are no longer there.
+        checkpoint.ensure_unchanged()?;
     }
 
     let images_dir = request.layer_root.join(capsule::IMAGES_DIR);
@@ -397,7 +405,7 @@ fn prove_all(
             let inside = container_path(&worker.id, name);
             let id = tables.files.iter().find(|f| f.reg.name() == inside).map(FileEntry::id);
             if let Some(id) = id {
-                files.push((id, MappedFile::open(path).map_err(|e| CaptureError::io("read", path, e))?));
+                files.push((id, MappedFile::open(path)?));
             }
             Ok(())
         };

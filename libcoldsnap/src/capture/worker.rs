@@ -82,7 +82,10 @@ impl<'a> PlannedWorker<'a> {
         let memory = memory_of(process, &earlier.dissolved(kept.as_ref()))?;
         let id = earlier.worker_of(process).map_or_else(|| format!("w{}", process.pid), str::to_owned);
         let (model, matched_bytes) = match matcher {
-            Some(matcher) if kept.is_none() => find_model(process, &memory, earlier, matcher)?,
+            Some(matcher) if kept.is_none() => {
+                let (model, matched) = find_model(process, &memory, earlier, matcher)?;
+                (distinct(model), matched)
+            }
             _ => (Vec::new(), 0),
         };
         let ranges: Vec<Range<u64>> = model.iter().map(|m| m.address..m.address + m.len).collect();
@@ -372,6 +375,13 @@ fn find_model(
     let runs = matcher.find(&regions)?.runs;
     let extents = content_match::model_extents(&runs, matcher.checkpoint(), &regions, PAGE_SIZE)?;
     Ok((extents, matcher.matched_bytes(&runs)))
+}
+
+/// A second copy of the same tensors has the same semantic id; ids name an extent, so only the first copy is the
+/// model's, the others are ordinary memory.
+fn distinct(model: Vec<content_match::ModelExtent>) -> Vec<content_match::ModelExtent> {
+    let mut seen = std::collections::BTreeSet::new();
+    model.into_iter().filter(|extent| seen.insert(semantic_id::named(&extent.members))).collect()
 }
 
 fn with_allocation(mut extent: ModelExtent, entries: &[Entry]) -> ModelExtent {

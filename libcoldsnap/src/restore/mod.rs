@@ -124,6 +124,8 @@ pub enum Refusal {
     Image { name: String, problem: String },
     #[error("the container has no mount at {0}, which the captured process had: add the bind mount")]
     MissingMount(String),
+    #[error("the captured process {}, the container's process {}: run the container {} a terminal", with(.captured), with(.requested), if *.captured { "with" } else { "without" })]
+    Terminal { captured: bool, requested: bool },
     #[error(
         "payload {digest} of worker {worker} is not on this node: import it into the node store, then create the \
          container again"
@@ -235,6 +237,10 @@ pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, R
     }
 
     let mut refusals = Vec::new();
+    let terminal = live.spec.pointer("/process/terminal").and_then(Value::as_bool).unwrap_or_default();
+    if terminal != facts.process.terminal {
+        refusals.push(Refusal::Terminal { captured: facts.process.terminal, requested: terminal });
+    }
     compare_host(&facts, &mut refusals);
     compare_mounts(&facts, live.spec, &mut refusals);
     let images_dir = check_images(live, &facts, &mut refusals);
@@ -259,6 +265,10 @@ pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, R
             .map(|w| live.rootfs.join(capsule::worker_dir(&w.id)).join(capsule::RESIDUAL_NAME))
             .collect(),
     })))
+}
+
+fn with(terminal: &bool) -> &'static str {
+    if *terminal { "has a terminal" } else { "has none" }
 }
 
 fn process_args(spec: &Value) -> Vec<String> {

@@ -9,8 +9,8 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, open, openat2};
 
 use super::Refusal;
 
-/// Descriptors and manifests; anything larger is not one of ours.
-const MAX_DOCUMENT: u64 = 16 << 20;
+/// Descriptors, manifests and images of entries; anything larger is not one of ours.
+const MAX_DOCUMENT: u64 = crate::format::MAX_DOCUMENT_BYTES;
 
 /// Opens a regular file below `rootfs`.
 pub fn open_file(rootfs: &Path, path: &str) -> io::Result<File> {

@@ -91,7 +91,8 @@ pub struct Capture {
     pub residual_bytes: u64,
     pub payload_bytes: u64,
     pub payload_reused: bool,
-    pub model_bytes_matched_ratio: f64,
+    /// Absent when the memory is mapped from a payload since an earlier restore: nothing had to be found.
+    pub model_bytes_matched_ratio: Option<f64>,
 }
 
 impl Machine {
@@ -139,8 +140,8 @@ fn range(values: &[f64], unit: &str) -> String {
     format!("{:.0}{unit} ({min:.0}..{max:.0})", median(values))
 }
 
-#[expect(clippy::cast_precision_loss, reason = "megabytes are shown with one decimal")]
-fn megabytes(bytes: u64) -> String {
+/// A size for people, in units of 10^6 bytes.
+pub fn megabytes(bytes: u64) -> String {
     format!("{:.1} MB", bytes as f64 / 1e6)
 }
 

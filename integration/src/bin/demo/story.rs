@@ -11,7 +11,7 @@ use coldsnap_integration::memory::{self, drop_caches};
 use coldsnap_integration::node::{self, Node, With, bytes_below, program};
 use coldsnap_integration::{netns, process};
 
-use crate::report::{Capture, Machine, Peer, Replica, Report, median};
+use crate::report::{Capture, Machine, Peer, Replica, Report, median, megabytes};
 
 const CAPSULE: &str = "demo.local/llm-capsule:1";
 const PEER_CHECKPOINT: &str = "demo.local/llm-checkpoint:1";
@@ -110,7 +110,9 @@ impl Story {
         self.report.pages_image_bytes = capture.pages_image_bytes;
         self.report.residual_bytes = capture.residual_bytes;
         self.report.payload_bytes = capture.payload_bytes;
-        self.report.model_bytes_matched_ratio = capture.model_bytes_matched_ratio;
+        let ratio = capture.model_bytes_matched_ratio;
+        self.report.model_bytes_matched_ratio =
+            ratio.context("the capture does not say how much of the model it found")?;
         self.node.ctr().remove("server")
     }
 
@@ -165,9 +167,9 @@ impl Story {
         self.report.peer =
             Peer { checkpoint_seconds, stored_bytes, private_kb: used.private_kb, ..Peer::default() };
         println!(
-            "   stored {:.1} MB, {:.1} MB private memory",
-            stored_bytes as f64 / 1e6,
-            used.private_kb as f64 / 1e3
+            "   stored {}, private memory {}",
+            megabytes(stored_bytes),
+            megabytes(used.private_kb * 1024)
         );
         ctr.remove_all()
     }
@@ -295,15 +297,18 @@ impl Story {
         let json = process::run(&mut command)?;
         let capture: Capture =
             serde_json::from_str(&json).with_context(|| format!("cannot understand {json:?}"))?;
+        let found = capture
+            .model_bytes_matched_ratio
+            .map(|ratio| format!("{:.2} % of the tensors found", ratio * 100.0));
         println!(
-            "   {:.2} s, of which the server stood still {:.2} s; payload {:.1} MB ({:.2} % of the tensors found{}), residual {:.1} MB, pages {:.2} MB",
+            "   {:.2} s, of which the server stood still {:.2} s; payload {} ({}{}), residual {}, pages {}",
             capture.capture_seconds,
             capture.freeze_seconds,
-            capture.payload_bytes as f64 / 1e6,
-            capture.model_bytes_matched_ratio * 100.0,
+            megabytes(capture.payload_bytes),
+            found.as_deref().unwrap_or("mapped since the restore"),
             if capture.payload_reused { ", known already" } else { "" },
-            capture.residual_bytes as f64 / 1e6,
-            capture.pages_image_bytes as f64 / 1e6,
+            megabytes(capture.residual_bytes),
+            megabytes(capture.pages_image_bytes),
         );
         Ok(capture)
     }

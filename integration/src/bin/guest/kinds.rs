@@ -1,15 +1,18 @@
 //! The kinds of memory. Each is a way in which a rewrite of process images can go wrong.
 
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use anyhow::{Context, Result, anyhow, bail};
 use clap::ValueEnum;
 
-use crate::region::{self, PAGE, Region};
+use coldsnap_integration::guest::MADE;
+use coldsnap_integration::pattern::{self, PAGE};
 
-/// Seeds of the memory as made, and of what is written over it later.
-const MADE: u64 = 1;
+use crate::region::Region;
+
+/// Seeds of what is written over the memory later.
 const WRITTEN: u64 = 2;
 const WRITTEN_BY_CHILD: u64 = 3;
 
@@ -28,6 +31,8 @@ pub enum Kind {
     /// A `malloc` block that is freed (`free`) and asked for again by `calloc` (`calloc`), which must give zeros. Meant for an allocator
     /// that purges with MADV_DONTNEED and trusts the zeros: jemalloc, by LD_PRELOAD, with both its decay times 0.
     CallocAfterFree,
+    /// A block, and an io_uring, which no CRIU can dump.
+    IoUring,
 }
 
 /// Memory of known content.
@@ -55,6 +60,7 @@ pub fn make(kind: Kind, bytes: usize) -> Result<Box<dyn Guest>> {
         Kind::Neighbour => Box::new(Neighbour::new(bytes)?),
         Kind::Heap => Box::new(Heap::new(bytes)),
         Kind::CallocAfterFree => Box::new(Calloc::new(bytes)?),
+        Kind::IoUring => Box::new(Undumpable::new(bytes)?),
     })
 }
 
@@ -83,10 +89,35 @@ impl Guest for Block {
 
     fn write(&mut self) -> Result<()> {
         for page in (0..self.region.pages()).step_by(4) {
-            region::fill(self.region.page(page), WRITTEN, page);
+            pattern::fill(self.region.page(page), WRITTEN, page);
         }
         self.written = true;
         Ok(())
+    }
+}
+
+/// A block whose process cannot be dumped.
+struct Undumpable {
+    block: Block,
+    _ring: OwnedFd,
+}
+
+impl Undumpable {
+    fn new(bytes: usize) -> Result<Self> {
+        // struct io_uring_params is 120 bytes; the kernel fills it.
+        let mut parameters = [0_u64; 15];
+        // SAFETY: the kernel writes no further than the structure.
+        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 4, parameters.as_mut_ptr()) };
+        let ring = i32::try_from(ring).ok().filter(|ring| *ring >= 0);
+        let ring = ring.ok_or_else(std::io::Error::last_os_error).context("cannot make an io_uring")?;
+        // SAFETY: the kernel has just given us this descriptor.
+        Ok(Self { block: Block::new(bytes)?, _ring: unsafe { OwnedFd::from_raw_fd(ring) } })
+    }
+}
+
+impl Guest for Undumpable {
+    fn check(&mut self) -> Result<u64> {
+        self.block.check()
     }
 }
 
@@ -104,10 +135,10 @@ impl Threads {
             let mut region = Region::map(bytes / threads)?;
             std::thread::Builder::new().spawn(move || {
                 thread_local! { static OWN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) }; }
-                OWN.set(region::word(number, 0));
+                OWN.set(pattern::word(number, 0));
                 region.fill(|_| number);
                 while asked.recv().is_ok() {
-                    let own = OWN.get() == region::word(number, 0);
+                    let own = OWN.get() == pattern::word(number, 0);
                     let checked = if own {
                         region.check(|_| number)
                     } else {
@@ -156,7 +187,7 @@ impl Fork {
             }
             _ => {
                 for page in (0..region.pages()).step_by(5) {
-                    region::fill(region.page(page), WRITTEN, page);
+                    pattern::fill(region.page(page), WRITTEN, page);
                 }
                 let mut guest = Self { region, to_child, from_child };
                 guest.check()?;
@@ -168,7 +199,7 @@ impl Fork {
     /// Writes every fourth page, then checks all whenever a byte arrives; ends with its parent.
     fn child(mut region: Region, mut asked: PipeReader, mut answer: PipeWriter) -> ! {
         for page in (0..region.pages()).step_by(4) {
-            region::fill(region.page(page), WRITTEN_BY_CHILD, page);
+            pattern::fill(region.page(page), WRITTEN_BY_CHILD, page);
         }
         let mut byte = [0];
         while matches!(asked.read(&mut byte), Ok(1)) {
@@ -234,7 +265,7 @@ impl Heap {
                 nth => 3 + (nth * nth * nth) % 2_000,
             };
             let mut block = vec![0; words];
-            region::fill(&mut block, MADE, blocks.len());
+            pattern::fill(&mut block, MADE, blocks.len());
             made += words * 8;
             blocks.push(block);
         }
@@ -250,7 +281,7 @@ impl Heap {
         }
         for index in (0..self.blocks.len()).step_by(6) {
             let mut block = vec![0; 40 + index % 500];
-            region::fill(&mut block, self.seed, index);
+            pattern::fill(&mut block, self.seed, index);
             self.blocks[index] = block;
         }
     }
@@ -260,7 +291,7 @@ impl Guest for Heap {
     fn check(&mut self) -> Result<u64> {
         let mut bytes = 0;
         for (index, block) in self.blocks.iter().enumerate() {
-            region::check(block, self.seed, index)?;
+            pattern::check(block, self.seed, index)?;
             bytes += (block.len() * 8) as u64;
         }
         Ok(bytes)
@@ -269,7 +300,7 @@ impl Guest for Heap {
     fn write(&mut self) -> Result<()> {
         self.seed = WRITTEN;
         for (index, block) in self.blocks.iter_mut().enumerate() {
-            region::fill(block, WRITTEN, index);
+            pattern::fill(block, WRITTEN, index);
         }
         self.make_holes();
         Ok(())
@@ -305,7 +336,7 @@ impl Calloc {
         }
         let mut guest = Self { block, bytes };
         for (page, memory) in guest.memory()?.chunks_mut(PAGE / 8).enumerate() {
-            region::fill(memory, MADE, page);
+            pattern::fill(memory, MADE, page);
         }
         Ok(guest)
     }
@@ -322,7 +353,7 @@ impl Calloc {
 impl Guest for Calloc {
     fn check(&mut self) -> Result<u64> {
         for (page, memory) in self.memory()?.chunks(PAGE / 8).enumerate() {
-            region::check(memory, MADE, page)?;
+            pattern::check(memory, MADE, page)?;
         }
         Ok(self.bytes as u64)
     }

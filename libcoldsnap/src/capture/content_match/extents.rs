@@ -1,7 +1,7 @@
 //! From matched runs to model extents: whole pages that hold bytes of the checkpoint and zero padding,
 //! and nothing else.
 
-use super::super::checkpoint::{Checkpoint, index};
+use super::super::checkpoint::{Checkpoint, to_index};
 use super::equal::is_zero;
 use super::{MatchError, MatchedRun, MemoryRegion, check_regions};
 
@@ -115,21 +115,28 @@ fn add_spans(
     let file_end = run.file_offset.checked_add(run.len).ok_or_else(outside)?;
     let span = |from: u64, to: u64, tensor| Span {
         region,
-        start: index(start + (from - run.file_offset)),
-        len: index(to - from),
+        start: to_index(start + (from - run.file_offset)),
+        len: to_index(to - from),
         file_index: run.file_index,
         file_offset: from,
         tensor,
     };
 
-    let first = spans.len();
+    // Where the last span of this run ended; padding is kept only between two tensors.
     let mut previous_end = None;
     for position in checkpoint.tensors_from(run.file_index, run.file_offset) {
         let tensor = &checkpoint.tensors()[position];
-        let (from, to) =
-            (tensor.file_offset.max(run.file_offset), (tensor.file_offset + tensor.len).min(file_end));
+        let from = tensor.file_offset.max(run.file_offset);
+        let to = (tensor.file_offset + tensor.len).min(file_end);
         if from >= to {
             break;
+        }
+        // A run that reaches beyond its last tensor's padding claims the next one's first zero bytes by
+        // accident: as padding they are zero anyway, as a member they would be noise.
+        let part = span(from, to, Some(position));
+        if to - from < tensor.len.min(page_size) && is_zero(&data[part.start..part.end()]) {
+            previous_end = None;
+            continue;
         }
         if let Some(end) = previous_end.filter(|&end| from > end && from - end < page_size) {
             let padding = span(end, from, None);
@@ -137,21 +144,8 @@ fn add_spans(
                 spans.push(padding);
             }
         }
-        // A run that reaches beyond its last tensor's padding claims the next one's first zero bytes by
-        // accident: as padding they are zero anyway, as a member they would be noise.
-        let part = span(from, to, Some(position));
-        let accident = to - from < tensor.len.min(page_size) && is_zero(&data[part.start..part.end()]);
-        if !accident {
-            spans.push(part);
-        }
+        spans.push(part);
         previous_end = Some(to);
-    }
-    // Padding is kept only between two tensors.
-    while spans.len() > first && spans.last().is_some_and(|span| span.tensor.is_none()) {
-        spans.pop();
-    }
-    if spans.get(first).is_some_and(|span| span.tensor.is_none()) {
-        spans.remove(first);
     }
     Ok(())
 }
@@ -202,20 +196,20 @@ fn prove(
     regions: &[MemoryRegion<'_>],
 ) -> Result<(), MatchError> {
     let region = regions.partition_point(|region| region.address <= extent.address).saturating_sub(1);
-    let start = index(extent.address - regions[region].address);
-    let memory = &regions[region].data[start..start + index(extent.len)];
+    let start = to_index(extent.address - regions[region].address);
+    let memory = &regions[region].data[start..start + to_index(extent.len)];
     let unequal = |offset: usize, source: &str| MatchError::Unequal {
         address: extent.address + offset as u64,
         source_name: source.to_owned(),
     };
     let mut done = 0;
     for piece in &extent.pieces {
-        let (at, len) = (index(piece.extent_offset), index(piece.length));
+        let (at, len) = (to_index(piece.extent_offset), to_index(piece.length));
         if !is_zero(&memory[done..at]) {
             return Err(unequal(done, "zero padding"));
         }
         let file = &checkpoint.files()[piece.file_index];
-        let from = index(piece.file_offset);
+        let from = to_index(piece.file_offset);
         if memory[at..at + len] != file.data[from..from + len] {
             return Err(unequal(at, &file.name));
         }

@@ -4,28 +4,34 @@
 //! and in an order of their choice, so every tensor is looked for on its own, at any address that is
 //! a multiple of eight from where the region begins:
 //!
-//! 1. [`ContentMatcher::new`] reads the checkpoint once and keeps a sparse set of anchor words.
-//! 2. [`ContentMatcher::find`] scans memory for anchors and extends each to the longest equal run.
+//! 1. [`ContentMatcher::new`] takes anchor words from samples of every tensor.
+//! 2. [`ContentMatcher::find`] scans memory for anchors and extends each to the longest equal run. If
+//!    that finds some of the model but not all, it takes anchors from the whole of every tensor that is
+//!    not complete, and scans the rest of memory for pieces: slices of a sharded model, for example.
 //! 3. [`model_extents`] joins runs across alignment padding, cuts them to whole pages, and proves
 //!    every byte of the result.
 //!
 //! What is found does not depend on addresses, only on content and on offsets in a page, nor on the
 //! number of threads. A tensor with varied content is found where at least some hundred bytes of it
-//! lie together (one word in 32 is an anchor by default); one that repeats few words may be missed
-//! unless it lies beside its neighbour of the file. What is missed is residual, never wrong.
+//! lie together (one word in 32 is an anchor by default); one that repeats a few words may be missed.
+//! What is missed is residual, never wrong.
 
+mod anchors;
 mod equal;
 mod extents;
-mod index;
+mod originals;
 mod scan;
+mod small;
 
 use std::fmt;
 
 pub use extents::{ModelExtent, Piece, model_extents};
 
-use super::checkpoint::{Checkpoint, index};
-use index::AnchorIndex;
+use super::checkpoint::{Checkpoint, to_index};
+use anchors::{AnchorIndex, Sampling};
+use originals::originals;
 use scan::Scanner;
+use small::{MAX_SMALL, SmallTensors};
 
 /// A contiguous run of dumped pages.
 #[derive(Clone, Copy)]
@@ -51,7 +57,7 @@ pub struct MatchOptions {
     pub min_run: usize,
     /// Threads that scan memory; the result does not depend on it.
     pub threads: usize,
-    /// One anchor in this many words of the checkpoint; more for checkpoints over 8 GiB.
+    /// One anchor in this many words; more when over 8 GiB of the checkpoint must be searched for pieces.
     pub anchor_interval: u32,
 }
 
@@ -167,17 +173,40 @@ pub enum MatchError {
 pub struct ContentMatcher<'c> {
     checkpoint: &'c Checkpoint,
     options: MatchOptions,
-    index: AnchorIndex,
+    sampling: Sampling,
+    /// Anchors of samples of every tensor.
+    samples: AnchorIndex,
+    small: SmallTensors,
+    /// For every tensor the first tensor with the same content.
+    originals: Vec<usize>,
 }
 
 impl<'c> ContentMatcher<'c> {
-    /// Reads every tensor once and indexes its anchors.
+    /// Reads samples of every tensor and indexes their anchors.
     ///
     /// # Errors
     /// For a checkpoint of more than 16 TiB.
     pub fn new(checkpoint: &'c Checkpoint, options: MatchOptions) -> Result<Self, MatchError> {
-        let index = AnchorIndex::build(checkpoint, options.anchor_interval)?;
-        Ok(Self { checkpoint, options, index })
+        Self::with_sampling(checkpoint, options, Sampling::SPARSE)
+    }
+
+    fn with_sampling(
+        checkpoint: &'c Checkpoint,
+        options: MatchOptions,
+        sampling: Sampling,
+    ) -> Result<Self, MatchError> {
+        let originals = originals(checkpoint);
+        let distinct: Vec<usize> =
+            (0..originals.len()).filter(|&tensor| originals[tensor] == tensor).collect();
+        let samples = AnchorIndex::build(checkpoint, &distinct, sampling, options.anchor_interval)?;
+        let mut small = SmallTensors::default();
+        for tensor in distinct {
+            let data = checkpoint.tensor_data(&checkpoint.tensors()[tensor]);
+            if data.len() <= MAX_SMALL {
+                small.insert(tensor, data);
+            }
+        }
+        Ok(Self { checkpoint, options, sampling, samples, small, originals })
     }
 
     /// The checkpoint that it was made for.
@@ -191,25 +220,62 @@ impl<'c> ContentMatcher<'c> {
     /// For regions that are not aligned or overlap.
     pub fn find(&self, regions: &[MemoryRegion<'_>]) -> Result<Matches, MatchError> {
         let regions = check_regions(regions)?;
-        let mut stats = MatchStats { anchors: self.index.anchors() as u64, ..MatchStats::default() };
-        let scanner = Scanner::new(self.checkpoint, &self.index, self.options.min_run.max(8));
-        let by_region = scanner.scan(&regions, self.options.threads, &mut stats);
-        let runs = regions.iter().zip(by_region).flat_map(|(region, runs)| {
-            runs.into_iter().map(|run| MatchedRun {
-                address: region.address + run.start as u64,
-                len: run.len as u64,
-                file_index: run.file,
-                file_offset: run.file_offset as u64,
-            })
-        });
-        Ok(Matches { runs: runs.collect(), stats })
+        let mut stats = MatchStats { anchors: self.samples.anchors() as u64, ..MatchStats::default() };
+        let (min_run, threads) = (self.options.min_run.max(8), self.options.threads);
+        let scanner = Scanner::new(self.checkpoint, min_run);
+        let runs = self.find_with(&scanner, &regions, threads, &mut stats)?;
+        Ok(Matches { runs, stats })
     }
 
-    /// How many of the checkpoint's tensor bytes the runs hold, each byte counted once however often it
-    /// was found. Tensors with the same content count as found together.
-    pub fn matched_bytes(&self, runs: &[MatchedRun]) -> u64 {
+    fn find_with(
+        &self,
+        scanner: &Scanner<'_>,
+        regions: &[MemoryRegion<'_>],
+        threads: usize,
+        stats: &mut MatchStats,
+    ) -> Result<Vec<MatchedRun>, MatchError> {
+        let addressed = |found: &[Vec<scan::Run>]| -> Vec<MatchedRun> {
+            let runs = regions.iter().zip(found).flat_map(|(region, runs)| {
+                runs.iter().map(|run| MatchedRun {
+                    address: region.address + run.start as u64,
+                    len: run.len as u64,
+                    file_index: run.file,
+                    file_offset: run.file_offset as u64,
+                })
+            });
+            runs.collect()
+        };
+        let mut found = scanner.scan(regions, &self.samples, vec![Vec::new(); regions.len()], threads, stats);
+        let incomplete = self.incomplete(&addressed(&found));
+        // Where nothing was found there is no model: the first bytes of every tensor were looked for.
+        if found.iter().any(|runs| !runs.is_empty()) && !incomplete.is_empty() {
+            let interval = self.options.anchor_interval;
+            let index = AnchorIndex::build(self.checkpoint, &incomplete, Sampling::ALL, interval)?;
+            stats.anchors += index.anchors() as u64;
+            found = scanner.scan(regions, &index, found, threads, stats);
+        }
+        for (runs, region) in found.iter_mut().zip(regions) {
+            scanner.finish(region.data, runs, &self.small, stats);
+        }
+        Ok(addressed(&found))
+    }
+
+    /// The tensors that are not all in the runs, without those that were looked for by all of their bytes.
+    fn incomplete(&self, runs: &[MatchedRun]) -> Vec<usize> {
+        let found = self.found_bytes(runs);
+        let tensors = self.checkpoint.tensors().iter().enumerate();
+        let incomplete = tensors.filter(|(position, tensor)| {
+            self.originals[*position] == *position
+                && found[*position] < tensor.len
+                && to_index(tensor.len) > self.sampling.head
+        });
+        incomplete.map(|(position, _)| position).collect()
+    }
+
+    /// How many bytes of every tensor the runs hold, as a tensor or as another one with the same content.
+    fn found_bytes(&self, runs: &[MatchedRun]) -> Vec<u64> {
         let tensors = self.checkpoint.tensors();
-        let mut found = Vec::new();
+        let mut ranges = Vec::new();
         for run in runs {
             let end = run.file_offset + run.len;
             for position in self.checkpoint.tensors_from(run.file_index, run.file_offset) {
@@ -219,22 +285,24 @@ impl<'c> ContentMatcher<'c> {
                 }
                 let from = run.file_offset.saturating_sub(tensor.file_offset);
                 let to = (end - tensor.file_offset).min(tensor.len);
-                found.push((self.index.originals()[position], from, to));
+                ranges.push((self.originals[position], from, to));
             }
         }
-        found.sort_unstable();
-        let mut copies = vec![0; tensors.len()];
-        for &original in self.index.originals() {
-            copies[original] += 1;
-        }
-        let mut bytes = 0;
+        ranges.sort_unstable();
+        let mut found = vec![0; tensors.len()];
         let mut counted = (usize::MAX, 0);
-        for (original, from, to) in found {
+        for (original, from, to) in ranges {
             let done = if counted.0 == original { counted.1 } else { 0 };
-            bytes += to.saturating_sub(from.max(done)) * copies[original];
+            found[original] += to.saturating_sub(from.max(done));
             counted = (original, done.max(to));
         }
-        bytes
+        self.originals.iter().map(|&original| found[original]).collect()
+    }
+
+    /// How many of the checkpoint's tensor bytes the runs hold, each byte counted once however often it
+    /// was found. Tensors with the same content count as found together.
+    pub fn matched_bytes(&self, runs: &[MatchedRun]) -> u64 {
+        self.found_bytes(runs).into_iter().sum()
     }
 
     /// The part of the checkpoint's tensor bytes that the runs hold, between 0 and 1.
@@ -263,4 +331,5 @@ fn check_regions<'a>(regions: &[MemoryRegion<'a>]) -> Result<Vec<MemoryRegion<'a
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "sizes of test data")]
 mod tests;

@@ -8,9 +8,10 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::super::checkpoint::{Checkpoint, index};
+use super::super::checkpoint::{Checkpoint, to_index};
+use super::anchors::{AnchorIndex, BATCH, hash};
 use super::equal::{common_prefix, common_suffix};
-use super::index::{AnchorIndex, BATCH, MAX_SMALL, hash};
+use super::small::{MAX_SMALL, SmallTensors};
 use super::{MatchStats, MemoryRegion};
 
 /// Memory that is scanned in one go.
@@ -27,8 +28,6 @@ pub(super) struct Run {
     pub len: usize,
     pub file: usize,
     pub file_offset: usize,
-    /// Long enough to be kept, perhaps only together with bytes that an earlier run has.
-    kept: bool,
 }
 
 impl Run {
@@ -51,31 +50,29 @@ impl Run {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scanner<'a> {
     pub checkpoint: &'a Checkpoint,
-    pub index: &'a AnchorIndex,
     pub min_run: usize,
     pub chunk: usize,
 }
 
 impl<'a> Scanner<'a> {
-    pub(super) fn new(checkpoint: &'a Checkpoint, index: &'a AnchorIndex, min_run: usize) -> Self {
-        Self { checkpoint, index, min_run, chunk: CHUNK }
+    pub(super) fn new(checkpoint: &'a Checkpoint, min_run: usize) -> Self {
+        Self { checkpoint, min_run, chunk: CHUNK }
     }
 
-    /// The runs of each region, sorted and disjoint.
+    /// Adds to `found`, the sorted runs of each region, those that the anchors lead to in the rest of
+    /// memory.
     pub(super) fn scan(
         &self,
         regions: &[MemoryRegion<'_>],
+        index: &AnchorIndex,
+        mut found: Vec<Vec<Run>>,
         threads: usize,
         stats: &mut MatchStats,
     ) -> Vec<Vec<Run>> {
-        let chunks: Vec<(usize, Range<usize>)> = regions
-            .iter()
-            .enumerate()
-            .flat_map(|(region, memory)| {
-                let len = memory.data.len();
-                (0..len).step_by(self.chunk).map(move |start| (region, start..len.min(start + self.chunk)))
-            })
-            .collect();
+        let mut chunks = Vec::new();
+        for (region, (memory, runs)) in regions.iter().zip(&found).enumerate() {
+            self.add_chunks(region, memory.data.len(), runs, &mut chunks);
+        }
         let next = AtomicUsize::new(0);
         let work = || {
             let mut stats = MatchStats::default();
@@ -85,15 +82,15 @@ impl<'a> Scanner<'a> {
                 let Some((region, chunk)) = chunks.get(position) else {
                     return (done, stats);
                 };
-                done.push((position, self.scan_chunk(regions[*region].data, chunk.clone(), &mut stats)));
+                done.push((position, self.scan_chunk(regions[*region].data, chunk, index, &mut stats)));
             }
         };
         let mut done = Vec::with_capacity(chunks.len());
         std::thread::scope(|scope| {
-            let helpers: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
+            let others: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
             let mut results = vec![work()];
-            for helper in helpers {
-                results.push(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            for other in others {
+                results.push(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             }
             for (runs, part) in results {
                 done.extend(runs);
@@ -102,35 +99,60 @@ impl<'a> Scanner<'a> {
         });
         done.sort_by_key(|(position, _)| *position);
 
-        let mut by_region = vec![Vec::new(); regions.len()];
         for (position, runs) in done {
-            by_region[chunks[position].0].extend(runs);
+            found[chunks[position].0].extend(runs);
         }
-        for (runs, memory) in by_region.iter_mut().zip(regions) {
-            let mut long = self.stitch(memory.data, std::mem::take(runs), stats);
-            long.retain(|run| run.kept || run.len >= self.min_run);
-            *runs = self.fill_gaps(memory.data, long, stats);
-            self.settle_borders(memory.data, runs);
+        for (runs, memory) in found.iter_mut().zip(regions) {
+            runs.sort_by_key(|run| run.start);
+            *runs = self.stitch(memory.data, std::mem::take(runs), stats);
         }
-        by_region
+        found
     }
 
-    /// The runs of `data[chunk]`, not extended beyond it. Runs at a border inside the region may be
-    /// shorter than the minimum: their other part is in the next chunk.
-    fn scan_chunk(&self, data: &[u8], chunk: Range<usize>, stats: &mut MatchStats) -> Vec<Run> {
+    /// Adds the memory between the runs of a region, cut at multiples of the chunk size.
+    fn add_chunks(&self, region: usize, len: usize, runs: &[Run], chunks: &mut Vec<(usize, Range<usize>)>) {
+        let mut start = 0;
+        for (end, after) in runs.iter().map(|run| (run.start, run.end())).chain([(len, len)]) {
+            while start < end {
+                let cut = end.min((start + 1).next_multiple_of(self.chunk));
+                chunks.push((region, start..cut));
+                start = cut;
+            }
+            start = after;
+        }
+    }
+
+    /// Adds the small tensors, and gives every run the borders of its tensors.
+    pub(super) fn finish(
+        &self,
+        data: &[u8],
+        runs: &mut Vec<Run>,
+        small: &SmallTensors,
+        stats: &mut MatchStats,
+    ) {
+        *runs = self.fill_gaps(data, std::mem::take(runs), small, stats);
+        self.settle_borders(data, runs);
+    }
+
+    /// The runs of `data[chunk]`, not extended beyond it.
+    fn scan_chunk(
+        &self,
+        data: &[u8],
+        chunk: &Range<usize>,
+        anchors: &AnchorIndex,
+        stats: &mut MatchStats,
+    ) -> Vec<Run> {
         let mut runs = Vec::new();
-        let mut claimed = chunk.start;
-        let mut at = chunk.start;
-        let mut failed = Failed::default();
+        let mut progress = Progress { claimed: chunk.start, failed: None };
+        let mut at = chunk.start.next_multiple_of(8);
         stats.scanned_bytes += chunk.len() as u64;
         'batches: while at + 8 <= chunk.end {
             let words = data[at..chunk.end].as_chunks().0;
-            for position in self.index.candidates(words).iter() {
+            for position in anchors.candidates(words).iter() {
                 let position = at + position * 8;
-                if let Some(run) = self.probe(data, &chunk, claimed, position, &mut failed, stats) {
-                    claimed = run.end();
+                if let Some(run) = self.probe(data, chunk, anchors, position, &mut progress, stats) {
+                    at = run.end().next_multiple_of(8);
                     runs.push(run);
-                    at = claimed.next_multiple_of(8);
                     continue 'batches;
                 }
             }
@@ -144,21 +166,21 @@ impl<'a> Scanner<'a> {
         &self,
         data: &[u8],
         chunk: &Range<usize>,
-        claimed: usize,
+        anchors: &AnchorIndex,
         position: usize,
-        failed: &mut Failed,
+        progress: &mut Progress,
         stats: &mut MatchStats,
     ) -> Option<Run> {
         let word = u64::from_le_bytes(*data[position..].first_chunk()?);
-        if word == 0 || failed.repeats(position, word) {
+        if word == 0 || progress.has_failed(position, word) {
             return None;
         }
         stats.probed_words += 1;
         // Looking back into claimed memory tells whether the run is long enough, no more.
-        let low = claimed.saturating_sub(self.min_run).max(chunk.start);
+        let low = progress.claimed.saturating_sub(self.min_run).max(chunk.start);
         let mut best: Option<Run> = None;
         let mut tried = false;
-        for (file, offset) in self.index.places(hash(word)) {
+        for (file, offset) in anchors.places(hash(word)) {
             let content = &*self.checkpoint.files()[file].data;
             if content[offset..].first_chunk() != Some(&word.to_le_bytes()) {
                 continue;
@@ -169,19 +191,17 @@ impl<'a> Scanner<'a> {
             stats.candidates += 1;
             stats.compared_bytes += (left + right) as u64;
             if best.is_none_or(|best| left + right > best.len) {
-                let (start, len, file_offset) = (position - left, left + right, offset - left);
-                best = Some(Run { start, len, file, file_offset, kept: len >= self.min_run });
+                let (start, file_offset) = (position - left, offset - left);
+                best = Some(Run { start, len: left + right, file, file_offset });
             }
         }
-        let accepted = best.filter(|run| {
-            let at_border = (run.start == chunk.start && chunk.start != 0)
-                || (run.end() == chunk.end && chunk.end != data.len());
-            run.kept || at_border
-        });
-        if accepted.is_none() && tried {
-            *failed = Failed { position, word };
+        let accepted = best.filter(|run| run.len >= self.min_run).map(|run| run.from(progress.claimed));
+        match accepted {
+            Some(run) => progress.claimed = run.end(),
+            None if tried => progress.failed = Some((position, word)),
+            None => {}
         }
-        accepted.map(|run| run.from(claimed))
+        accepted
     }
 
     /// Joins the runs of neighbouring chunks: extends those that end at a border, up to the next run.
@@ -210,7 +230,6 @@ impl<'a> Scanner<'a> {
                         && previous.file_end() == run.file_offset =>
                 {
                     previous.len += run.len;
-                    previous.kept |= run.kept;
                 }
                 _ => stitched.push(run),
             }
@@ -232,7 +251,13 @@ impl<'a> Scanner<'a> {
 
     /// Adds the small tensors near runs that the scan cannot see. Without them the runs around them
     /// could not be joined.
-    fn fill_gaps(&self, data: &[u8], runs: Vec<Run>, stats: &mut MatchStats) -> Vec<Run> {
+    fn fill_gaps(
+        &self,
+        data: &[u8],
+        runs: Vec<Run>,
+        small: &SmallTensors,
+        stats: &mut MatchStats,
+    ) -> Vec<Run> {
         let mut all = Vec::with_capacity(runs.len());
         let mut gap_start = 0;
         for run in runs.iter().copied().map(Some).chain([None]) {
@@ -240,10 +265,10 @@ impl<'a> Scanner<'a> {
             let after = if gap_start == 0 { 0 } else { NEAR };
             let before = if run.is_none() { 0 } else { NEAR };
             if gap_end - gap_start <= after + before {
-                self.add_small(data, gap_start..gap_end, &mut all, stats);
+                self.add_small(data, gap_start..gap_end, small, &mut all, stats);
             } else {
-                self.add_small(data, gap_start..gap_start + after, &mut all, stats);
-                self.add_small(data, gap_end - before..gap_end, &mut all, stats);
+                self.add_small(data, gap_start..gap_start + after, small, &mut all, stats);
+                self.add_small(data, gap_end - before..gap_end, small, &mut all, stats);
             }
             if let Some(run) = run {
                 gap_start = run.end();
@@ -254,13 +279,20 @@ impl<'a> Scanner<'a> {
     }
 
     /// Adds the small tensors in `gap`.
-    fn add_small(&self, data: &[u8], gap: Range<usize>, runs: &mut Vec<Run>, stats: &mut MatchStats) {
+    fn add_small(
+        &self,
+        data: &[u8],
+        gap: Range<usize>,
+        small: &SmallTensors,
+        runs: &mut Vec<Run>,
+        stats: &mut MatchStats,
+    ) {
         let mut effort = gap.len() * SMALL_EFFORT;
         // The run before may reach into the word at which the tensor begins.
         let mut at = gap.start / 8 * 8;
         while let Some(word) = data[at.min(gap.end)..gap.end].first_chunk() {
             let mut found = None;
-            for &(position, offset) in self.index.small().beginning_with(u64::from_le_bytes(*word)) {
+            for &(position, offset) in small.beginning_with(u64::from_le_bytes(*word)) {
                 let tensor = &self.checkpoint.tensors()[position];
                 let content = self.checkpoint.tensor_data(tensor);
                 let Some(start) = at.checked_sub(offset) else { continue };
@@ -268,11 +300,11 @@ impl<'a> Scanner<'a> {
                 stats.candidates += 1;
                 stats.compared_bytes += equal as u64;
                 if equal == content.len() && start + equal > gap.start {
-                    let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
-                    found = Some(Run { start, len: equal, file, file_offset, kept: true }.from(gap.start));
+                    let (file, file_offset) = (tensor.file_index, to_index(tensor.file_offset));
+                    found = Some(Run { start, len: equal, file, file_offset }.from(gap.start));
                     break;
                 }
-                effort = effort.saturating_sub(equal);
+                effort = effort.saturating_sub(equal + 8);
                 if effort == 0 {
                     return;
                 }
@@ -294,17 +326,12 @@ impl<'a> Scanner<'a> {
             let tensor_at = |run: &Run, offset: usize| {
                 let position = self.checkpoint.tensors_from(run.file, offset as u64).next()?;
                 let tensor = &self.checkpoint.tensors()[position];
-                let start = index(tensor.file_offset);
-                (start <= offset).then(|| start..start + index(tensor.len))
+                let start = to_index(tensor.file_offset);
+                (start <= offset).then(|| start..start + to_index(tensor.len))
             };
             let Some(beginning) = tensor_at(&right, right.file_offset) else { continue };
             let back = right.file_offset - beginning.start;
             if back == 0 || back > self.min_run || back >= left.len {
-                continue;
-            }
-            // A tensor that is complete in the first run keeps its end.
-            let cut = left.file_end() - back;
-            if tensor_at(&left, cut).is_some_and(|tensor| tensor.end <= left.file_end()) {
                 continue;
             }
             let content = &self.checkpoint.files()[right.file].data[beginning.start..right.file_offset];
@@ -318,19 +345,21 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// The last word that led nowhere: its immediate repetitions lead nowhere as well.
-#[derive(Default)]
-struct Failed {
-    position: usize,
-    word: u64,
+/// How far the scan of a chunk is.
+struct Progress {
+    /// End of the last run.
+    claimed: usize,
+    /// Position of the last word that led nowhere, and the word: its immediate repetitions lead nowhere
+    /// as well.
+    failed: Option<(usize, u64)>,
 }
 
-impl Failed {
-    fn repeats(&mut self, position: usize, word: u64) -> bool {
-        let repeats = word == self.word && position == self.position + 8;
-        if repeats {
-            self.position = position;
+impl Progress {
+    fn has_failed(&mut self, position: usize, word: u64) -> bool {
+        let repeated = self.failed.is_some_and(|(before, failed)| word == failed && position == before + 8);
+        if repeated {
+            self.failed = Some((position, word));
         }
-        repeats
+        repeated
     }
 }

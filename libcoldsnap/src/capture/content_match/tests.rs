@@ -20,6 +20,17 @@ fn extents(checkpoint: &Checkpoint, memory: &[u8]) -> Vec<ModelExtent> {
     model_extents(&find(checkpoint, memory), checkpoint, &regions, PAGE).unwrap()
 }
 
+fn find_in_chunks(
+    matcher: &ContentMatcher<'_>,
+    chunk: usize,
+    regions: &[MemoryRegion<'_>],
+    threads: usize,
+) -> (Vec<MatchedRun>, MatchStats) {
+    let scanner = Scanner { chunk, ..Scanner::new(matcher.checkpoint, matcher.options.min_run) };
+    let mut stats = MatchStats::default();
+    (matcher.find_with(&scanner, regions, threads, &mut stats).unwrap(), stats)
+}
+
 #[test]
 fn tensors_in_another_order_become_one_extent() {
     let contents = [noise(1, 20_000), noise(2, 1000), noise(3, 30_000), vec![0, 0, 0x80, 0x3f]];
@@ -62,6 +73,24 @@ fn a_column_shard_is_one_extent_of_many_pieces() {
     assert_eq!(found[0].members[1], ("t0".to_owned(), 4096, 4096));
     let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
     assert!((matcher.matched_ratio(&find(&checkpoint, &memory)) - 0.5).abs() < f64::EPSILON);
+}
+
+#[test]
+fn pieces_between_samples_are_found_once_any_piece_is() {
+    // Every second page of a large tensor: most lie between the samples.
+    let tensor = noise(1, 4 << 20);
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&tensor));
+    let memory: Vec<u8> = tensor.chunks(8192).flat_map(|pages| &pages[..4096]).copied().collect();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(
+        found.iter().map(|extent| (extent.len, extent.pieces.len())).collect::<Vec<_>>(),
+        [(2 << 20, 512)]
+    );
+    // A process without the model is scanned once.
+    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let other = noise(2, 1 << 20);
+    let stats = matcher.find(&[MemoryRegion { address: BASE, data: &other }]).unwrap().stats;
+    assert_eq!(stats.scanned_bytes, 1 << 20);
 }
 
 #[test]
@@ -132,6 +161,108 @@ fn bytes_outside_tensors_are_not_model_owned() {
     assert_eq!(found[0].address, BASE + 8192);
     assert_eq!(found[0].members[0].1, 0);
     assert!(found[0].pieces.iter().all(|piece| piece.tensor.is_some() && piece.file_offset >= first));
+}
+
+#[test]
+fn members_are_whole_tensors_where_neighbours_begin_with_zeros() {
+    // Every tensor begins with zeros, so that a run reaches into what follows it in the file, and the
+    // order in memory is another one.
+    let zeros_first = |seed, zeros| [vec![0; zeros], noise(seed, 5000)].concat();
+    let contents: Vec<Vec<u8>> = (0..6).map(|n| zeros_first(n, 1 + n as usize * 3)).collect();
+    for format in [Format::Gguf, Format::Safetensors] {
+        let (_dir, checkpoint) = checkpoint(format, &contents);
+        let mut memory = Vec::new();
+        for tensor in [1, 4, 0, 5, 3, 2] {
+            place(&mut memory, 8, &contents[tensor]);
+        }
+        // Zeros follow, as they follow in the file.
+        memory.resize(memory.len() + 9, 0);
+        memory.extend(noise(99, 5000));
+        let found = extents(&checkpoint, &memory);
+        assert_eq!(found.len(), 1);
+        let members: Vec<(&str, u64)> =
+            found[0].members.iter().map(|(name, _, len)| (&name[..], *len)).collect();
+        let len = |tensor: usize| contents[tensor].len() as u64;
+        assert_eq!(
+            members[..5],
+            [("t1", len(1)), ("t4", len(4)), ("t0", len(0)), ("t5", len(5)), ("t3", len(3))]
+        );
+        assert_eq!((members.len(), members[5].0), (6, "t2"));
+    }
+}
+
+#[test]
+fn a_small_tensor_is_found_where_the_run_before_reaches_into_it() {
+    // Behind t0 in the file come two zeros, behind it in memory a scalar that begins with two zeros.
+    let contents =
+        [noise(1, 8000), [vec![0; 2], noise(2, 8000)].concat(), vec![0, 0, 0x80, 0x3f], noise(3, 8000)];
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, &contents);
+    let memory = [&contents[0][..], &contents[2], &[0; 4], &contents[3]].concat();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(found.len(), 1);
+    assert_eq!(found[0].members[1], ("t2".to_owned(), 8000, 4));
+}
+
+#[test]
+fn zeros_behind_a_tensor_are_not_the_next_one() {
+    let contents = [noise(1, 8000), [vec![0; 50], noise(2, 8000)].concat()];
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, &contents);
+    let memory = [&contents[0][..], &[0; 192], &noise(3, 5000)].concat();
+    let found = extents(&checkpoint, &memory);
+    assert_eq!(found[0].members, [("t0".to_owned(), 0, 4096)]);
+    // Were the zeros a part of the extent, it would have the second page.
+    assert_eq!((found.len(), found[0].len), (1, 4096));
+}
+
+#[test]
+fn nonzero_padding_is_kept_between_tensors_only() {
+    let contents = [noise(1, 8176), noise(2, 8192)];
+    let (dir, checkpoint) = checkpoint(Format::Gguf, &contents);
+    let mut file = checkpoint.files()[0].data.to_vec();
+    let end = to_index(checkpoint.tensors()[0].file_offset) + 8176;
+    file[end..end + 16].fill(0x77);
+    drop(checkpoint);
+    std::fs::write(dir.path().join("model"), &file).unwrap();
+    let checkpoint = Checkpoint::open(&dir.path().join("model")).unwrap();
+
+    let one = extents(&checkpoint, &[&contents[0][..], &[0x77; 16]].concat());
+    assert_eq!((one.len(), one[0].len), (1, 4096));
+    let both = extents(&checkpoint, &[&contents[0][..], &[0x77; 16], &contents[1]].concat());
+    assert_eq!((both.len(), both[0].len, both[0].members.len()), (1, 16_384, 2));
+    let padding =
+        Piece { file_index: 0, tensor: None, file_offset: end as u64, length: 16, extent_offset: 8176 };
+    assert_eq!(both[0].pieces[1], padding);
+}
+
+#[test]
+fn a_run_counts_with_what_its_predecessor_holds() {
+    // The zeros behind the first copy are claimed by it; only together with them is the piece of the
+    // second copy long enough.
+    let contents = [vec![5], noise(1, 841), noise(2, 1000)];
+    let (_dir, checkpoint) = checkpoint(Format::Gguf, &contents);
+    let mut memory = Vec::new();
+    place(&mut memory, 8, &contents[1]);
+    place(&mut memory, 32, &contents[1][..41]);
+    memory.extend(noise(3, 47));
+    let options = MatchOptions { min_run: 64, anchor_interval: 1, threads: 1 };
+    let matcher = ContentMatcher::new(&checkpoint, options).unwrap();
+    let runs = matcher.find(&[MemoryRegion { address: BASE, data: &memory }]).unwrap().runs;
+    assert_eq!((runs.len(), runs[1].len), (2, 41));
+}
+
+#[test]
+fn runs_reach_back_over_chunks_without_anchors() {
+    let content = [vec![0; 8192], noise(1, 20_000)].concat();
+    let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
+    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let runs = find_in_chunks(&matcher, 4096, &[MemoryRegion { address: BASE, data: &content }], 1).0;
+    let expected = MatchedRun {
+        address: BASE,
+        len: 28_192,
+        file_index: 0,
+        file_offset: checkpoint.tensors()[0].file_offset,
+    };
+    assert_eq!(runs, [expected]);
 }
 
 #[test]

@@ -82,11 +82,12 @@ prop_compose! {
     }
 }
 
-/// For every byte of memory, whether it lies in an equal run of at least `min_run` bytes that holds an
-/// aligned nonzero word of a tensor. Compares every word of memory with every word of every tensor.
-fn oracle(checkpoint: &Checkpoint, memory: &[u8], min_run: usize) -> Vec<bool> {
-    let mut covered = vec![false; memory.len()];
+/// For every byte of memory, and for every byte of the file, whether it lies in an equal run of at least
+/// `min_run` bytes that holds an aligned nonzero word of a tensor. Compares every word of memory with
+/// every word of every tensor.
+fn oracle(checkpoint: &Checkpoint, memory: &[u8], min_run: usize) -> (Vec<bool>, Vec<bool>) {
     let file = &*checkpoint.files()[0].data;
+    let mut covered = (vec![false; memory.len()], vec![false; file.len()]);
     // Where the last run on a diagonal ended: inside a run nothing new begins.
     let mut ends: HashMap<usize, usize> = HashMap::new();
     let starts: Vec<usize> = (checkpoint.tensors().iter())
@@ -115,18 +116,22 @@ fn oracle(checkpoint: &Checkpoint, memory: &[u8], min_run: usize) -> Vec<bool> {
             }
             ends.insert(diagonal, at + to);
             if from + to >= min_run {
-                covered[at - from..at + to].fill(true);
+                covered.0[at - from..at + to].fill(true);
+                covered.1[offset - from..offset + to].fill(true);
             }
         }
     }
     covered
 }
 
-fn coverage(runs: &[MatchedRun], len: usize) -> Vec<bool> {
-    let mut covered = vec![false; len];
+/// As the oracle's answer, for what was found.
+fn coverage(checkpoint: &Checkpoint, memory: &[u8], runs: &[MatchedRun]) -> (Vec<bool>, Vec<bool>) {
+    let mut covered = (vec![false; memory.len()], vec![false; checkpoint.files()[0].data.len()]);
     for run in runs {
-        let start = (run.address - BASE) as usize;
-        covered[start..start + run.len as usize].fill(true);
+        let (start, offset, len) =
+            ((run.address - BASE) as usize, run.file_offset as usize, run.len as usize);
+        covered.0[start..start + len].fill(true);
+        covered.1[offset..offset + len].fill(true);
     }
     covered
 }
@@ -185,8 +190,16 @@ fn check_extents(
     Ok(())
 }
 
-fn matcher(checkpoint: &Checkpoint, anchor_interval: u32, threads: usize) -> ContentMatcher<'_> {
-    ContentMatcher::new(checkpoint, MatchOptions { min_run: MIN_RUN, threads, anchor_interval }).unwrap()
+fn matcher(checkpoint: &Checkpoint, anchor_interval: u32, sampling: Sampling) -> ContentMatcher<'_> {
+    let options = MatchOptions { min_run: MIN_RUN, threads: 1, anchor_interval };
+    ContentMatcher::with_sampling(checkpoint, options, sampling).unwrap()
+}
+
+/// Samples so small that most tensors need the second scan.
+const SAMPLES: Sampling = Sampling { head: 64, window: 32, stride: 512 };
+
+fn sampling() -> impl Strategy<Value = Sampling> {
+    prop_oneof![Just(SAMPLES), Just(Sampling::SPARSE)]
 }
 
 proptest! {
@@ -194,35 +207,50 @@ proptest! {
 
     /// With every word an anchor, varied content is found wherever the oracle finds it.
     #[test]
-    fn finds_what_the_oracle_finds(case in case(false)) {
+    fn finds_what_the_oracle_finds(case in case(false), sampling in sampling()) {
         let (_dir, checkpoint) = checkpoint(case.format, &case.contents);
         let region = [MemoryRegion { address: BASE, data: &case.memory }];
-        let matcher = matcher(&checkpoint, 1, 1);
+        let matcher = matcher(&checkpoint, 1, sampling);
         let runs = matcher.find(&region).unwrap().runs;
         check_runs(&checkpoint, &case.memory, &runs)?;
-        let found = coverage(&runs, case.memory.len());
         // Which zeros belong to a run depends on which of several tensors it was taken for.
-        let missing = |found: &[bool], expected: &[bool]| {
-            (0..case.memory.len()).find(|&at| expected[at] && !found[at] && case.memory[at] != 0)
+        let missing = |found: &[bool], expected: &[bool], bytes: &[u8]| {
+            (0..bytes.len()).filter(|&at| expected[at] && !found[at] && bytes[at] != 0).collect::<Vec<_>>()
         };
-        prop_assert_eq!(missing(&found, &oracle(&checkpoint, &case.memory, MIN_RUN)), None, "{:?}", runs);
+        let file = &checkpoint.files()[0].data;
+        let found = coverage(&checkpoint, &case.memory, &runs);
+        if sampling == SAMPLES {
+            // The second scan needs a reason, something that the samples find, and looks for what is
+            // not yet found; in memory the same piece may lie a second time. A small tensor takes back the
+            // few bytes by which a run reached into it by accident.
+            prop_assume!(!runs.is_empty());
+            let lost = missing(&found.1, &oracle(&checkpoint, &case.memory, 2 * MIN_RUN).1, file);
+            prop_assert!(lost.len() < 8, "{lost:?} in {runs:?}");
+            return Ok(());
+        }
+        let expected = oracle(&checkpoint, &case.memory, MIN_RUN);
+        let lost = missing(&found.0, &expected.0, &case.memory);
+        prop_assert!(lost.is_empty(), "{lost:?} in {runs:?}");
 
         // In small chunks as well, but for what a border cuts into pieces that are too short.
+        let expected = oracle(&checkpoint, &case.memory, 2 * MIN_RUN);
         for chunk in [512, 4096] {
-            let scanner = Scanner { chunk, ..Scanner::new(&checkpoint, &matcher.index, MIN_RUN) };
-            let runs = scanner.scan(&region, 1, &mut MatchStats::default()).concat();
-            let mut found = vec![false; case.memory.len()];
-            runs.iter().for_each(|run| found[run.start..run.end()].fill(true));
-            let expected = oracle(&checkpoint, &case.memory, 2 * MIN_RUN);
-            prop_assert_eq!(missing(&found, &expected), None, "{:?} in chunks of {}", runs, chunk);
+            let runs = find_in_chunks(&matcher, chunk, &region, 1).0;
+            let found = coverage(&checkpoint, &case.memory, &runs);
+            let lost = missing(&found.0, &expected.0, &case.memory);
+            prop_assert!(lost.is_empty(), "{lost:?} in {runs:?}, chunks of {chunk}");
         }
     }
 
     /// Whatever the content, nothing unequal is ever claimed, and pages, pieces and members agree.
     #[test]
-    fn claims_nothing_that_is_not_equal(case in case(true), interval in prop_oneof![Just(1u32), Just(4), Just(32)]) {
+    fn claims_nothing_that_is_not_equal(
+        case in case(true),
+        interval in prop_oneof![Just(1u32), Just(4), Just(32)],
+        sampling in sampling(),
+    ) {
         let (_dir, checkpoint) = checkpoint(case.format, &case.contents);
-        let matcher = matcher(&checkpoint, interval, 1);
+        let matcher = matcher(&checkpoint, interval, sampling);
         let region = [MemoryRegion { address: BASE, data: &case.memory }];
         let runs = matcher.find(&region).unwrap().runs;
         check_runs(&checkpoint, &case.memory, &runs)?;
@@ -238,21 +266,16 @@ proptest! {
     fn depends_on_content_only(case in case(true), pages in 0..1000u64) {
         let (_dir, checkpoint) = checkpoint(case.format, &case.contents);
         let page = 512;
-        let matches = |address, threads, chunk| {
-            let matcher = matcher(&checkpoint, 4, 1);
-            let scanner = Scanner { chunk, ..Scanner::new(&checkpoint, &matcher.index, MIN_RUN) };
-            let regions = [MemoryRegion { address, data: &case.memory[..] }; 1];
-            let mut stats = MatchStats::default();
-            (scanner.scan(&regions, threads, &mut stats), stats)
-        };
-        prop_assert_eq!(matches(BASE, 1, 1024), matches(BASE, 3, 1024));
+        let matcher = matcher(&checkpoint, 4, SAMPLES);
+        let region = [MemoryRegion { address: BASE, data: &case.memory }];
+        let alone = find_in_chunks(&matcher, 1024, &region, 1);
+        prop_assert_eq!(find_in_chunks(&matcher, 1024, &region, 3), alone);
 
         let moved = BASE + (1 << 30) + pages * page;
         let both = [
             MemoryRegion { address: moved, data: &case.memory[..] },
             MemoryRegion { address: BASE, data: &case.memory[..] },
         ];
-        let matcher = matcher(&checkpoint, 4, 2);
         let runs = matcher.find(&both).unwrap().runs;
         let extents = model_extents(&runs, &checkpoint, &both, page).unwrap();
         let (low, mut high) = extents.split_at(extents.len() / 2);

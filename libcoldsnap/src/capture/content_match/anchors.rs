@@ -8,33 +8,31 @@
 //! Some words are useless and would cost time without limit: zero words are never anchors, a word
 //! equal to its predecessor adds nothing to it, and a word has at most [`MAX_CANDIDATES`] places. A
 //! large tensor that is left without an anchor gets one by force; memory words are checked against
-//! the few forced ones too, if there are any. A small tensor may have no anchor, or make no run that
-//! is long enough; it matters only as the filling between larger ones and is looked for there.
+//! the few forced ones too, if there are any.
 
-use std::collections::HashMap;
+use std::ops::Range;
 
 use super::super::checkpoint::{Checkpoint, Tensor};
 use super::MatchError;
+use super::small::{MAX_SMALL, WordSet};
 
 /// Places of one word that are kept; further ones are found through other words near them.
 pub(super) const MAX_CANDIDATES: usize = 4;
 /// Anchors aimed at for the whole checkpoint: bounds the table to 512 MiB. A checkpoint with more
 /// words gets sparser anchors.
 const MAX_ANCHORS: usize = 1 << 25;
-/// Largest tensor that is looked for between runs too, and so needs no anchor by force.
-pub(super) const MAX_SMALL: usize = 8192;
-/// Small tensors that are kept of those that begin with the same word.
-const SMALL_PER_WORD: usize = 16;
 /// Anchors by force per tensor and in all; the latter keeps the bitmap of forced anchors sparse.
 const FORCED_PER_TENSOR: usize = 2;
 const MAX_FORCED: usize = 1 << 13;
+/// Slots of the table that are tried for one word, so that words chosen to collide cost no more.
+const MAX_PROBES: usize = 64;
 /// Words of a tensor that are tried for a forced anchor.
 const FORCED_SEARCH: usize = 4096;
 /// A table slot is tag and place: the place is a byte offset into the files laid end to end, plus one.
 const PLACE_BITS: u32 = 44;
 const PLACE_MASK: u64 = (1 << PLACE_BITS) - 1;
 
-const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
+pub(super) const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
 const REHASH: u64 = 0xD6E8_FEB8_6659_FD93;
 
 /// Where every anchor lies in the checkpoint.
@@ -44,15 +42,37 @@ pub(super) struct AnchorIndex {
     threshold: u64,
     /// The hashes of forced anchors, none for most checkpoints.
     forced: Option<Box<WordSet>>,
-    small: SmallTensors,
     filter: Bitmap,
     slots: Vec<u64>,
     slot_shift: u32,
     /// Start of each file when all are laid end to end.
     bases: Vec<u64>,
-    /// For every tensor the first tensor with the same content, often itself.
-    originals: Vec<usize>,
     anchors: usize,
+}
+
+/// Which parts of a tensor anchors are taken from; sizes in bytes, multiples of eight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sampling {
+    /// Everything before this.
+    pub head: usize,
+    /// Behind it this much at every multiple of `stride`.
+    pub window: usize,
+    pub stride: usize,
+}
+
+impl Sampling {
+    /// Finds every copy of a tensor, and every piece of a megabyte, without reading the checkpoint.
+    pub(super) const SPARSE: Self = Self { head: 64 << 10, window: 8 << 10, stride: 1 << 20 };
+    /// Finds pieces of a page.
+    pub(super) const ALL: Self = Self { head: usize::MAX, ..Self::SPARSE };
+
+    /// The ranges of a tensor of so many words.
+    fn ranges(self, words: usize) -> impl Iterator<Item = Range<usize>> {
+        let head = (self.head / 8).min(words);
+        let (stride, window) = (self.stride / 8, self.window / 8);
+        let behind = (head.next_multiple_of(stride).max(stride)..words).step_by(stride);
+        std::iter::once(0..head).chain(behind.map(move |start| start..words.min(start + window)))
+    }
 }
 
 /// The hash of a word; zero for the zero word only. The highest bits depend on every bit of the word.
@@ -71,10 +91,15 @@ pub(super) struct Positions {
 }
 
 impl Positions {
-    /// Positions where `wanted` holds for the hash. Without branches, which would be unpredictable: the
+    /// Positions in the first batch of `words` where `wanted` holds for the hash. Without branches, which would be unpredictable: the
     /// next slot of the buffer is always written and only kept for a hit.
     #[inline(always)]
     fn of(words: &[[u8; 8]], wanted: impl Fn(u64) -> bool) -> Self {
+        // A read of every cache line of the next batch, all in flight together: without it the search
+        // waits for memory line by line (3.4 instead of 4.8 GB/s).
+        if let Some(next) = words.get(BATCH..2 * BATCH) {
+            std::hint::black_box(next.iter().step_by(8).fold(0, |sum, word| sum ^ word[0]));
+        }
         let mut found = Self { buffer: [0; BATCH], len: 0 };
         for (position, word) in (0u16..).zip(words.iter().take(BATCH)) {
             found.buffer[found.len % BATCH] = position;
@@ -101,9 +126,14 @@ impl Positions {
 }
 
 impl AnchorIndex {
-    /// Reads every tensor once. `interval` is the mean distance of anchors in words, rounded up to
-    /// a power of two.
-    pub(super) fn build(checkpoint: &Checkpoint, interval: u32) -> Result<Self, MatchError> {
+    /// Indexes these tensors of the checkpoint. `interval` is the mean distance of anchors in words,
+    /// rounded up to a power of two.
+    pub(super) fn build(
+        checkpoint: &Checkpoint,
+        tensors: &[usize],
+        sampling: Sampling,
+        interval: u32,
+    ) -> Result<Self, MatchError> {
         let mut bases = Vec::with_capacity(checkpoint.files().len());
         let mut total = 0u64;
         for file in checkpoint.files() {
@@ -113,7 +143,11 @@ impl AnchorIndex {
         if total >= PLACE_MASK {
             return Err(MatchError::CheckpointTooLarge { bytes: total, limit: PLACE_MASK });
         }
-        let words: usize = checkpoint.tensors().iter().map(|t| checkpoint.tensor_data(t).len() / 8).sum();
+        let tensors = || tensors.iter().map(|&position| &checkpoint.tensors()[position]);
+        let sampled = |tensor: &Tensor| {
+            sampling.ranges(super::to_index(tensor.len / 8)).map(|range| range.len()).sum::<usize>()
+        };
+        let words = tensors().map(sampled).sum::<usize>();
         let mut interval_log = interval.max(1).next_power_of_two().trailing_zeros();
         while words >> interval_log > MAX_ANCHORS {
             interval_log += 1;
@@ -124,28 +158,22 @@ impl AnchorIndex {
         let mut index = Self {
             threshold: u64::MAX >> interval_log,
             forced: None,
-            small: SmallTensors::default(),
             filter: Bitmap::new(capacity * 8),
             slots: vec![0; 1 << slots_log],
             slot_shift: 64 - slots_log,
             bases,
-            originals: originals(checkpoint),
             anchors: 0,
         };
 
         let mut words_seen = 0;
         let mut forced = 0;
-        for (position, tensor) in checkpoint.tensors().iter().enumerate() {
-            if index.originals[position] != position {
-                continue;
-            }
+        for tensor in tensors() {
             let data = checkpoint.tensor_data(tensor);
-            words_seen += data.len() / 8;
+            words_seen += sampled(tensor);
             let before = index.anchors;
-            index.add_selected(tensor, data, anchor_budget(words_seen, interval_log) + forced);
-            if data.len() <= MAX_SMALL {
-                index.small.insert(position, data);
-            } else if index.anchors == before {
+            index.add_selected(tensor, data, sampling, anchor_budget(words_seen, interval_log) + forced);
+            // A smaller tensor fills no page, and is looked for where it matters.
+            if index.anchors == before && data.len() > MAX_SMALL {
                 forced += index.add_forced(tensor, data, FORCED_PER_TENSOR.min(MAX_FORCED - forced));
             }
         }
@@ -153,22 +181,24 @@ impl AnchorIndex {
     }
 
     /// Adds the anchors of one tensor, up to `budget` anchors in all.
-    fn add_selected(&mut self, tensor: &Tensor, data: &[u8], budget: usize) {
-        let mut place = self.bases[tensor.file_index] + tensor.file_offset;
+    fn add_selected(&mut self, tensor: &Tensor, data: &[u8], sampling: Sampling, budget: usize) {
+        let base = self.bases[tensor.file_index] + tensor.file_offset;
         let words = data.as_chunks().0;
-        let mut previous = [0; 8];
-        for batch in words.chunks(BATCH) {
-            for position in Positions::of(batch, |hash| self.selects(hash)).iter() {
-                let before = if position == 0 { previous } else { batch[position - 1] };
-                if batch[position] != before {
-                    if self.anchors >= budget {
-                        return;
-                    }
-                    self.insert(hash(u64::from_le_bytes(batch[position])), place + position as u64 * 8);
+        let batches = sampling.ranges(words.len()).flat_map(|range| {
+            let end = range.end;
+            range.step_by(BATCH).map(move |start| start..end)
+        });
+        for Range { start, end } in batches {
+            let selected = Positions::of(&words[start..end], |hash| self.selects(hash));
+            for at in selected.iter().map(|position| start + position) {
+                if at > 0 && words[at] == words[at - 1] {
+                    continue;
                 }
+                if self.anchors >= budget {
+                    return;
+                }
+                self.insert(hash(u64::from_le_bytes(words[at])), base + at as u64 * 8);
             }
-            previous = batch[batch.len() - 1];
-            place += batch.len() as u64 * 8;
         }
     }
 
@@ -212,18 +242,18 @@ impl AnchorIndex {
         found
     }
 
-    /// Adds a place of a word; false when the word has enough places.
+    /// Adds a place of a word; false when the word, or its part of the table, has enough.
     fn insert(&mut self, hash: u64, place: u64) -> bool {
         let key = rehash(hash);
         let tag = tag(key);
         let mut slot = self.slot(key);
         let mut same = 0;
+        let mut probes = 0;
         while self.slots[slot] != 0 {
-            if self.slots[slot] & !PLACE_MASK == tag {
-                same += 1;
-                if same == MAX_CANDIDATES {
-                    return false;
-                }
+            same += usize::from(self.slots[slot] & !PLACE_MASK == tag);
+            probes += 1;
+            if same == MAX_CANDIDATES || probes == MAX_PROBES {
+                return false;
             }
             slot = (slot + 1) & (self.slots.len() - 1);
         }
@@ -240,13 +270,13 @@ impl AnchorIndex {
         let key = rehash(hash);
         let tag = tag(key);
         let mut slot = self.slot(key);
-        let mut open = hash != 0;
+        let mut probes = 0;
         std::iter::from_fn(move || {
-            while open {
+            while probes < MAX_PROBES && self.slots[slot] != 0 {
                 let entry = self.slots[slot];
                 slot = (slot + 1) & (self.slots.len() - 1);
-                open = entry != 0;
-                if open && entry & !PLACE_MASK == tag {
+                probes += 1;
+                if entry & !PLACE_MASK == tag {
                     return Some(self.place((entry & PLACE_MASK) - 1));
                 }
             }
@@ -256,21 +286,11 @@ impl AnchorIndex {
 
     fn place(&self, place: u64) -> (usize, usize) {
         let file = self.bases.partition_point(|&base| base <= place) - 1;
-        (file, super::index(place - self.bases[file]))
+        (file, super::to_index(place - self.bases[file]))
     }
 
     fn slot(&self, key: u64) -> usize {
-        super::index(key >> self.slot_shift)
-    }
-
-    /// The small tensors.
-    pub(super) fn small(&self) -> &SmallTensors {
-        &self.small
-    }
-
-    /// For every tensor the first tensor with the same content.
-    pub(super) fn originals(&self) -> &[usize] {
-        &self.originals
+        super::to_index(key >> self.slot_shift)
     }
 
     /// How many anchors the index holds.
@@ -295,66 +315,6 @@ fn tag(key: u64) -> u64 {
     (key >> 12) << PLACE_BITS
 }
 
-/// For every tensor the first one with the same content. Engines that tie two tensors keep one
-/// copy in memory, which must count as both.
-fn originals(checkpoint: &Checkpoint) -> Vec<usize> {
-    let mut first = HashMap::new();
-    let tensors = checkpoint.tensors();
-    let original = |(position, tensor): (usize, &Tensor)| {
-        let data = checkpoint.tensor_data(tensor);
-        let candidate = *first.entry((data.len(), sample(data))).or_insert(position);
-        // One comparison per tensor: contents that agree in the sample but differ stay apart.
-        let same = candidate == position || checkpoint.tensor_data(&tensors[candidate]) == data;
-        if same { candidate } else { position }
-    };
-    tensors.iter().enumerate().map(original).collect()
-}
-
-/// A hash of 64 words spread over the data.
-fn sample(data: &[u8]) -> u64 {
-    let step = (data.len() / 64).max(8);
-    let samples = (0..data.len()).step_by(step).filter_map(|at| data[at..].first_chunk());
-    samples.fold(0, |sum, word| rehash(sum ^ hash(u64::from_le_bytes(*word))))
-}
-
-/// Small tensors by their first nonzero word.
-#[derive(Debug, Default)]
-pub(super) struct SmallTensors {
-    set: WordSet,
-    /// (tensor, offset of the word in it), earlier tensors first.
-    by_word: HashMap<u64, Vec<(usize, usize)>>,
-}
-
-impl SmallTensors {
-    fn insert(&mut self, tensor: usize, data: &[u8]) {
-        let first = data.chunks(8).map(padded_word).enumerate().find(|(_, word)| *word != 0);
-        if let Some((position, word)) = first {
-            let places = self.by_word.entry(word).or_default();
-            if places.len() < SMALL_PER_WORD {
-                places.push((tensor, position * 8));
-                self.set.insert(hash(word));
-            }
-        }
-    }
-
-    /// The tensors whose first nonzero word this is, with its offset. Behind a tensor shorter than a
-    /// word, memory is taken to be zero up to the word's end.
-    #[inline]
-    pub(super) fn beginning_with(&self, word: u64) -> &[(usize, usize)] {
-        if word == 0 || !self.set.contains(hash(word)) {
-            return &[];
-        }
-        self.by_word.get(&word).map_or(&[], Vec::as_slice)
-    }
-}
-
-/// A word, or the rest of a tensor that is shorter than a word and zeros.
-fn padded_word(bytes: &[u8]) -> u64 {
-    let mut word = [0; 8];
-    word[..bytes.len()].copy_from_slice(bytes);
-    u64::from_le_bytes(word)
-}
-
 /// A set of keys by their highest bits: says "no" for certain and "perhaps" otherwise.
 #[derive(Debug)]
 struct Bitmap {
@@ -371,38 +331,12 @@ impl Bitmap {
 
     fn insert(&mut self, key: u64) {
         let bit = key >> self.shift;
-        self.words[super::index(bit / 64)] |= 1 << (bit % 64);
+        self.words[super::to_index(bit / 64)] |= 1 << (bit % 64);
     }
 
     #[inline(always)]
     fn contains(&self, key: u64) -> bool {
         let bit = key >> self.shift;
-        self.words[super::index(bit / 64)] >> (bit % 64) & 1 != 0
-    }
-}
-
-/// As [`Bitmap`], of a fixed size that fits the first-level cache: it is asked for every word.
-#[derive(Debug)]
-struct WordSet([u64; 1024]);
-
-impl Default for WordSet {
-    fn default() -> Self {
-        Self([0; 1024])
-    }
-}
-
-impl WordSet {
-    /// Whether the hash shares its bit with the hash of the zero word.
-    fn collides_with_zero(hash: u64) -> bool {
-        hash >> 48 == 0
-    }
-
-    fn insert(&mut self, hash: u64) {
-        self.0[super::index(hash >> 54)] |= 1 << ((hash >> 48) % 64);
-    }
-
-    #[inline(always)]
-    fn contains(&self, hash: u64) -> bool {
-        self.0[super::index(hash >> 54)] >> ((hash >> 48) % 64) & 1 != 0
+        self.words[super::to_index(bit / 64)] >> (bit % 64) & 1 != 0
     }
 }
