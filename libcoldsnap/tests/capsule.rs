@@ -1,6 +1,6 @@
 //! From a dump to a capsule to the decision about a restore, and everything that must stand against one.
 
-#![allow(clippy::unwrap_used, reason = "a test that fails panics")]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that fails panics")]
 
 mod dump;
 
@@ -48,7 +48,7 @@ fn safetensors(tensor: &[u8]) -> Vec<u8> {
     let header =
         json!({"layer.weight": {"dtype": "U8", "shape": [tensor.len()], "data_offsets": [0, tensor.len()]}});
     let mut header = header.to_string();
-    while header.len() % 8 != 0 {
+    while !header.len().is_multiple_of(8) {
         header.push(' ');
     }
     [&(header.len() as u64).to_le_bytes(), header.as_bytes(), tensor].concat()
