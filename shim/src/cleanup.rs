@@ -12,12 +12,9 @@ use crate::container::{INIT_PID_FILE, read_pid};
 use crate::exit::timestamp;
 use crate::mount::unmount_below;
 use crate::options::Options;
-use crate::reaper::Reaper;
+use crate::reaper::{KILLED, Reaper};
 use crate::runc::Runc;
 use crate::spec::Spec;
-
-/// Exit status that is reported for a container whose shim was killed: 128 + SIGKILL.
-const KILLED: u32 = 128 + 9;
 
 /// Kills and removes the container; what cannot be removed is reported on standard error, which containerd logs,
 /// and does not keep the rest from being removed.

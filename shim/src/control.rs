@@ -12,10 +12,7 @@ use time::OffsetDateTime;
 use crate::console;
 use crate::container::Container;
 use crate::error::TaskError;
-use crate::reaper::Exit;
-
-/// Exit status of a process that SIGKILL ended.
-const KILLED: u32 = 128 + 9;
+use crate::reaper::{Exit, KILLED};
 
 /// Sends a signal to the first process, to all processes, or to an exec.
 ///

@@ -43,7 +43,10 @@ pub async fn delete_container(container: &Arc<Container>) -> Result<DeleteRespon
         Err(error) if error.no_such_container() => {}
         result => result?,
     }
-    unmount_below(&container.rootfs)?;
+    let rootfs = container.rootfs.clone();
+    // It waits for a mount that is in use.
+    let unmounted = tokio::task::spawn_blocking(move || unmount_below(&rootfs)).await;
+    unmounted.map_err(|error| TaskError::Other(format!("unmounting died: {error}")))??;
     let response = response(init);
     container.host.events.publish(TaskDelete {
         container_id: container.id.clone(),

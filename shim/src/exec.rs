@@ -14,12 +14,9 @@ use crate::create::{Streams, connect_streams};
 use crate::error::TaskError;
 use crate::exit::supervise_exec;
 use crate::process::Process;
-use crate::reaper::Exit;
+use crate::reaper::{Exit, SIGKILL};
 use crate::start::NEVER_RAN;
 use crate::stdio::{ShimEnds, StdioRequest};
-
-/// SIGKILL's number.
-const KILL: u32 = 9;
 
 /// Adds an exec to a running container; it runs after its own Start.
 ///
@@ -91,7 +88,7 @@ pub async fn start_exec(container: &Arc<Container>, exec_id: &str) -> Result<u32
     tokio::spawn(supervise_exec(Arc::clone(container), Arc::clone(&process), exit, running));
     if let Err(error) = connected {
         // It runs, but nobody can talk to it.
-        let _ = container.host.reaper.kill(began.pid, KILL);
+        let _ = container.host.reaper.kill(began.pid, SIGKILL);
         return Err(error);
     }
     Ok(process.pid_u32())

@@ -6,14 +6,13 @@ use containerd_shim_protos::api::Status;
 use containerd_shim_protos::events::task::TaskExit;
 use containerd_shim_protos::protobuf::well_known_types::timestamp::Timestamp;
 use log::{error, warn};
-use rustix::process::Signal;
 use time::OffsetDateTime;
 use tokio::sync::oneshot;
 
 use crate::container::{Container, RunningExec};
 use crate::oom;
 use crate::process::Process;
-use crate::reaper::Exit;
+use crate::reaper::{Exit, SIGKILL};
 
 /// Begins the life of the container's first process as `pid`, whose end `exit` will tell.
 pub fn begin_init(container: &Arc<Container>, pid: i32, exit: oneshot::Receiver<Exit>) {
@@ -31,7 +30,7 @@ async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>
     container.set_init_ended();
     container.end_read_ahead();
     if container.shares_pid_namespace
-        && let Err(error) = container.runc.kill(&container.id, signal_number(Signal::KILL), true).await
+        && let Err(error) = container.runc.kill(&container.id, SIGKILL, true).await
         && !error.already_finished()
         && !error.no_such_container()
     {
@@ -88,9 +87,4 @@ pub fn timestamp(at: OffsetDateTime) -> Timestamp {
         nanos: i32::try_from(at.nanosecond()).unwrap_or_default(),
         ..Default::default()
     }
-}
-
-/// The number of a signal in the form of containerd's messages.
-pub fn signal_number(signal: Signal) -> u32 {
-    u32::try_from(signal.as_raw()).unwrap_or_default()
 }

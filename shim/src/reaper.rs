@@ -22,6 +22,11 @@ use tokio::sync::oneshot;
 /// Base that shells and containerd add to a signal number to make an exit status.
 const SIGNAL_STATUS_BASE: u32 = 128;
 
+/// The signal that cannot be refused, as containerd writes signals.
+pub const SIGKILL: u32 = 9;
+/// Exit status of a process that [`SIGKILL`] ended.
+pub const KILLED: u32 = SIGNAL_STATUS_BASE + SIGKILL;
+
 /// How and when a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Exit {

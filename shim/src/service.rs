@@ -11,7 +11,8 @@ use containerd_shim_protos::api::{
     CheckpointTaskRequest, CloseIORequest, ConnectRequest, ConnectResponse, CreateTaskRequest,
     CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest, PauseRequest,
     PidsRequest, PidsResponse, ResizePtyRequest, ResumeRequest, ShutdownRequest, StartRequest, StartResponse,
-    StateRequest, StateResponse, StatsRequest, StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
+    StateRequest, StateResponse, StatsRequest, StatsResponse, Status, UpdateTaskRequest, WaitRequest,
+    WaitResponse,
 };
 use containerd_shim_protos::shim_async::Task;
 use containerd_shim_protos::ttrpc::{self, r#async::TtrpcContext};
@@ -95,7 +96,6 @@ impl Service {
         let process = container.process(&request.exec_id)?;
         let exit = process.exit();
         let (mut status, container_status) = (process.status(), container.init.status());
-        use containerd_shim_protos::api::Status;
         if status == Status::RUNNING && matches!(container_status, Status::PAUSED | Status::PAUSING) {
             // An exec is frozen together with its container.
             status = container_status;
