@@ -40,6 +40,8 @@ fn main() -> Result<()> {
         matched.resize(matched.len().next_multiple_of(64) + position % 7 * 64, 0);
     }
     let copy = matched.clone();
+    let shard: Vec<u8> =
+        matched.chunks(8192).flat_map(|pages| &pages[..pages.len().min(4096)]).copied().collect();
     let random = random_bytes(matched.len(), 7);
     let zeros = vec![0u8; matched.len()];
     let constant: Vec<u8> = [0x80, 0x3f].repeat(matched.len() / 2);
@@ -57,18 +59,25 @@ fn main() -> Result<()> {
         rows.time("compare with a copy (limit of a match)", matched.len(), || {
             black_box(&matched[..]) == black_box(&copy[..])
         });
-        let matcher =
-            rows.time("index the checkpoint", tensor_bytes, || ContentMatcher::new(&checkpoint, options))?;
+        let matcher = rows.time("prepare: samples of the checkpoint", tensor_bytes, || {
+            ContentMatcher::new(&checkpoint, options)
+        })?;
         let two = ContentMatcher::new(&checkpoint, MatchOptions { threads: 2, ..options })?;
         let region = |data| [MemoryRegion { address: BASE, data }];
         let matches = rows.time("scan matched memory", matched.len(), || matcher.find(&region(&matched)))?;
         rows.time("scan matched memory, two threads", matched.len(), || two.find(&region(&matched)))?;
+        rows.time("scan every second page, twice", shard.len(), || matcher.find(&region(&shard)))?;
         rows.time("scan random memory", random.len(), || matcher.find(&region(&random)))?;
         rows.time("scan random memory, two threads", random.len(), || two.find(&region(&random)))?;
         rows.time("scan zeros", zeros.len(), || matcher.find(&region(&zeros)))?;
         rows.time("scan constant memory (bf16 ones)", constant.len(), || matcher.find(&region(&constant)))?;
         extents = rows.time("join, cut and prove", matched.len(), || {
             model_extents(&matches.runs, &checkpoint, &region(&matched), PAGE)
+        })?;
+        rows.time("all of it: prepare, scan, prove", matched.len(), || -> Result<_> {
+            let matcher = ContentMatcher::new(&checkpoint, options)?;
+            let runs = matcher.find(&region(&matched))?.runs;
+            Ok(model_extents(&runs, &checkpoint, &region(&matched), PAGE)?)
         })?;
         ratio = matcher.matched_ratio(&matches.runs);
         stats = matches.stats;

@@ -1,19 +1,22 @@
 //! The remapper and its proof on generated image sets: whatever is mapped, the memory stays the same; whatever
 //! is damaged afterwards, the proof finds it.
 
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, reason = "a test that fails panics")]
+
+mod dump;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
 use coldsnap::criu::image::{self, Builder, Magic};
 use coldsnap::criu::process::ImageSet;
-use coldsnap::criu::proto::{
-    FileEntry, InventoryEntry, MmEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEntry, VmaEntry,
-};
+use coldsnap::criu::proto::{MmEntry, PagemapEntry};
 use coldsnap::criu::prove::prove;
-use coldsnap::criu::remap::{Mapping, external_bind, regular_file, rewrite_process};
+use coldsnap::criu::remap::{Mapping, rewrite_process};
 use coldsnap::criu::runs::{PAGE_SIZE, memory_of};
 use coldsnap::criu::vma_status::{ANON_PRIVATE, AREA_STACK};
+use dump::{area, present, write_image, write_process};
 use proptest::prelude::*;
 
 const FILE: u32 = 9;
@@ -45,33 +48,9 @@ fn dumps() -> impl Strategy<Value = Dump> {
     })
 }
 
-fn vma(start: u64, end: u64, status: u32) -> VmaEntry {
-    let mut vma = VmaEntry::new();
-    vma.set_start(start);
-    vma.set_end(end);
-    vma.set_pgoff(0);
-    vma.set_shmid(0);
-    vma.set_prot(3);
-    vma.set_flags(0x22);
-    vma.set_status(status);
-    vma.set_fd(-1);
-    vma
-}
-
 fn page(seed: u8, number: usize) -> Vec<u8> {
     // Neighbouring pages differ, so that a page that is taken for another one is noticed.
     (0..PAGE_SIZE).map(|i| (i as usize * 7 + number * 31 + usize::from(seed)).to_le_bytes()[0]).collect()
-}
-
-fn write(dir: &Path, name: &str, magic: Magic, entries: &[&dyn protobuf::MessageDyn]) {
-    // The builder takes concrete messages; the tests build the same bytes by hand.
-    let mut bytes = Builder::new(name, magic).into_bytes();
-    for entry in entries {
-        let body = entry.write_to_bytes_dyn().unwrap();
-        bytes.extend(u32::try_from(body.len()).unwrap().to_le_bytes());
-        bytes.extend(body);
-    }
-    fs::write(dir.join(name), bytes).unwrap();
 }
 
 /// Writes the dump's images; the mappings of the plan and the bytes of the mapped file.
@@ -84,7 +63,7 @@ fn write_dump(dump: &Dump, dir: &Path) -> (Vec<Mapping>, Vec<u8>) {
     for &(gap, count, stack) in &dump.areas {
         address += gap * PAGE_SIZE;
         let status = ANON_PRIVATE | if stack { AREA_STACK } else { 0 };
-        vmas.push(vma(address, address + count * PAGE_SIZE, status));
+        vmas.push(area(address, address + count * PAGE_SIZE, status));
         let area_start = address;
         for _ in 0..count {
             let content = page(dump.seed, number);
@@ -96,12 +75,7 @@ fn write_dump(dump: &Dump, dir: &Path) -> (Vec<Mapping>, Vec<u8>) {
                         last.set_nr_pages(last.nr_pages() + 1);
                     }
                     _ => {
-                        let mut entry = PagemapEntry::new();
-                        entry.set_vaddr(address);
-                        entry.set_compat_nr_pages(0);
-                        entry.set_nr_pages(1);
-                        entry.set_flags(6);
-                        pagemap.push(entry);
+                        pagemap.push(present(address, 1));
                     }
                 }
                 if dump.mapped[number] && !stack {
@@ -123,29 +97,7 @@ fn write_dump(dump: &Dump, dir: &Path) -> (Vec<Mapping>, Vec<u8>) {
             number += 1;
         }
     }
-    let mut mm = MmEntry::new();
-    mm.set_exe_file_id(1);
-    mm.vmas = vmas;
-    write(dir, "mm-1.img", Magic::Mm, &[&mm]);
-    let mut head = PagemapHead::new();
-    head.set_pages_id(1);
-    let mut entries: Vec<&dyn protobuf::MessageDyn> = vec![&head];
-    entries.extend(pagemap.iter().map(|e| e as &dyn protobuf::MessageDyn));
-    write(dir, "pagemap-1.img", Magic::Pagemap, &entries);
-    fs::write(dir.join("pages-1.img"), pages).unwrap();
-    let mut inventory = InventoryEntry::new();
-    inventory.set_img_version(2);
-    write(dir, "inventory.img", Magic::Inventory, &[&inventory]);
-    let mut task = PstreeEntry::new();
-    task.set_pid(1);
-    task.set_ppid(0);
-    task.set_pgid(1);
-    task.set_sid(1);
-    write(dir, "pstree.img", Magic::Pstree, &[&task]);
-    let exe: FileEntry = regular_file(1, "/bin/x", 1, 1, 0o100_755);
-    write(dir, "files.img", Magic::Files, &[&exe]);
-    let root: MntEntry = external_bind(1, 0, "/");
-    write(dir, "mountpoints-1.img", Magic::Mounts, &[&root]);
+    write_process(dir, vmas, &pagemap, &pages);
     (mappings, file)
 }
 
@@ -243,7 +195,7 @@ proptest! {
             _ if area.shmid() == u64::from(FILE) => area.set_pgoff(area.pgoff() + PAGE_SIZE),
             _ => { mm.vmas.remove(which); }
         }
-        write(&dir.path().join("after"), "mm-1.img", Magic::Mm, &[&mm]);
+        write_image(&dir.path().join("after"), "mm-1.img", Magic::Mm, &[&mm]);
         prop_assert!(!is_proven(dir.path(), &file));
     }
 }

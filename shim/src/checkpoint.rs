@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use coldsnap::criu::config::{EstablishedTcp, dump_config};
+use coldsnap::criu::log::decisive_lines;
 use containerd_shim::bootstrap::any_is;
 use containerd_shim_protos::api::{CheckpointTaskRequest, Status};
 use containerd_shim_protos::events::task::TaskCheckpointed;
@@ -11,7 +13,6 @@ use containerd_shim_protos::shim::oci::CheckpointOptions;
 use log::warn;
 
 use crate::container::Container;
-use crate::criu::{TCP_CLOSE, decisive_lines};
 use crate::error::TaskError;
 use crate::options::Options;
 use crate::runc::{self, RuncError};
@@ -34,7 +35,8 @@ pub async fn checkpoint(container: &Container, request: &CheckpointTaskRequest) 
     container.require_status("be checkpointed", &[Status::RUNNING, Status::PAUSED])?;
 
     let config = container.criu_config_file();
-    std::fs::write(&config, criu_config(&options))
+    let tcp = if options.open_tcp { EstablishedTcp::Keep } else { EstablishedTcp::Close };
+    std::fs::write(&config, dump_config(tcp))
         .map_err(TaskError::io(format!("write {}", config.display())))?;
     let work = &directories.work;
     std::fs::create_dir_all(work).map_err(TaskError::io(format!("make {}", work.display())))?;
@@ -78,11 +80,6 @@ fn decode(any: Option<&Any>) -> Result<CheckpointOptions, TaskError> {
     CheckpointOptions::parse_from_bytes(&any.value).map_err(|error| {
         TaskError::InvalidArgument(format!("the checkpoint options cannot be decoded: {error}"))
     })
-}
-
-fn criu_config(options: &CheckpointOptions) -> String {
-    // Without either, CRIU refuses a container that has a connection.
-    if options.open_tcp { String::new() } else { format!("{TCP_CLOSE}\n") }
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -166,11 +163,5 @@ mod tests {
         assert!(
             matches!(decode(Some(&unknown)), Err(TaskError::InvalidArgument(text)) if text.contains("a.b"))
         );
-    }
-
-    #[test]
-    fn connections_are_closed_unless_they_are_to_be_kept() {
-        assert_eq!(criu_config(&CheckpointOptions::default()), "tcp-close\n");
-        assert_eq!(criu_config(&CheckpointOptions { open_tcp: true, ..Default::default() }), "");
     }
 }

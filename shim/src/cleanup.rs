@@ -32,17 +32,21 @@ pub async fn after_dead_shim(
         Options::default()
     });
     let runc = Runc::new(&options.binary_name, &options.root, namespace, options.systemd_cgroup, reaper);
-    if let Err(error) = runc.delete(id, true).await {
-        eprintln!("container {id}: {error}");
+    let report = |error: &dyn std::fmt::Display| eprintln!("container {id}: {error}");
+    let state = runc.state_directory(id);
+    // A runtime that was killed during a restore leaves a mount for CRIU there, which it cannot remove itself.
+    let unmounted = unmount_below(&state).inspect_err(|error| report(error)).is_ok();
+    runc.delete(id, true).await.unwrap_or_else(|error| report(&error));
+    // ... and knows a container only if it got as far as writing its state.
+    if unmounted && state.is_dir() {
+        std::fs::remove_dir_all(&state).unwrap_or_else(|error| report(&error));
     }
     // A runtime that was killed while it made the container does not know it.
     match Spec::load(bundle) {
         Ok(spec) => spec.cgroups_path().into_iter().for_each(|path| cgroup::remove_leftovers(path, id)),
-        Err(error) => eprintln!("container {id}: {error}"),
+        Err(error) => report(&error),
     }
-    if let Err(error) = unmount_below(&bundle.join("rootfs")) {
-        eprintln!("container {id}: {error}");
-    }
+    unmount_below(&bundle.join("rootfs")).unwrap_or_else(|error| report(&error));
     let pid = read_pid(&bundle.join(INIT_PID_FILE)).unwrap_or_default();
     DeleteResponse {
         pid: u32::try_from(pid).unwrap_or_default(),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use coldsnap::restore::ReadAhead;
 use containerd_shim_protos::api::Status;
 use tokio::sync::watch;
 
@@ -15,7 +16,7 @@ use crate::events::Events;
 use crate::options::Options;
 use crate::process::Process;
 use crate::reaper::Reaper;
-use crate::restore::RestorePlan;
+use crate::restore::Plan;
 use crate::runc::Runc;
 use crate::timing::Timings;
 
@@ -28,26 +29,6 @@ pub struct Host {
     pub events: Events,
     /// Where exits come from.
     pub reaper: Arc<Reaper>,
-}
-
-/// A restore that Create decided and Start carries out.
-#[derive(Debug)]
-pub struct PendingRestore {
-    /// What is restored.
-    pub plan: Box<dyn RestorePlan>,
-    /// A failure becomes a cold start.
-    pub may_start_cold: bool,
-    /// Reads memory files ahead until the restore is done.
-    pub read_ahead: ReadAhead,
-}
-
-/// Keeps a plan's read-ahead going.
-pub struct ReadAhead(#[expect(dead_code, reason = "it works by being alive")] pub Box<dyn Send + Sync>);
-
-impl std::fmt::Debug for ReadAhead {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.write_str("ReadAhead")
-    }
 }
 
 /// See the module's description.
@@ -71,8 +52,8 @@ pub struct Container {
     pub shares_pid_namespace: bool,
     /// It has a network namespace that begins with it.
     pub has_own_network: bool,
-    /// Set between Create and Start of a restore.
-    pub pending_restore: Mutex<Option<PendingRestore>>,
+    pending_restore: Mutex<Option<Plan>>,
+    read_ahead: Mutex<Option<ReadAhead>>,
     /// Phases of its start.
     pub timings: Mutex<Timings>,
     execs: Mutex<HashMap<String, Arc<Process>>>,
@@ -122,6 +103,7 @@ impl Container {
             shares_pid_namespace,
             has_own_network,
             pending_restore: Mutex::default(),
+            read_ahead: Mutex::default(),
             timings: Mutex::default(),
             execs: Mutex::default(),
             running_execs: watch::Sender::new(0),
@@ -215,13 +197,24 @@ impl Container {
     }
 
     /// Takes the restore that Create decided.
-    pub fn take_pending_restore(&self) -> Option<PendingRestore> {
+    pub fn take_pending_restore(&self) -> Option<Plan> {
         self.pending_restore.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Sets the restore that Start carries out.
-    pub fn set_pending_restore(&self, pending: PendingRestore) {
-        *self.pending_restore.lock().unwrap_or_else(PoisonError::into_inner) = Some(pending);
+    pub fn set_pending_restore(&self, plan: Plan) {
+        *self.pending_restore.lock().unwrap_or_else(PoisonError::into_inner) = Some(plan);
+    }
+
+    /// Lets a restore's read-ahead go on after the restore, which needs only a part of what it reads, until
+    /// [`Container::end_read_ahead`].
+    pub fn keep_read_ahead(&self, read_ahead: Option<ReadAhead>) {
+        *self.read_ahead.lock().unwrap_or_else(PoisonError::into_inner) = read_ahead;
+    }
+
+    /// Ends the read-ahead: nobody is left to profit from it.
+    pub fn end_read_ahead(&self) {
+        self.keep_read_ahead(None);
     }
 
     /// Begins the life of the first process as `pid`.

@@ -4,22 +4,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use coldsnap::restore::ModeError;
+use coldsnap::restore::{ModeError, RestoreMode};
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
 use log::{info, warn};
 
 use crate::console::ConsoleSocket;
-use crate::container::{
-    CRIU_CONFIG_FILE, Container, Host, NewContainer, PendingRestore, ReadAhead, read_pid,
-};
+use crate::container::{CRIU_CONFIG_FILE, Container, Host, NewContainer, read_pid};
 use crate::error::TaskError;
 use crate::exit::begin_init;
 use crate::mount::{RootMounts, unmount_below};
 use crate::options::Options;
 use crate::process::Process;
-
-use crate::restore::{CheckpointImages, Decision, LiveContainer, RestoreMode, decide};
+use crate::restore::{NoRestore, Plan, decide, from_checkpoint};
 use crate::runc::{self, ChildStdio};
 use crate::spec::{Namespace, Spec};
 use crate::stdio::{ShimEnds, StdioRequest, make_pipes};
@@ -93,9 +90,9 @@ async fn create_in(
     let pending = decide_restore(&container, spec, &request).await?;
     container.timings().record("decide", began);
     match pending {
-        Some(pending) => {
-            info!("container {}: Start will restore {}", container.id, pending.plan.capture_id());
-            container.set_pending_restore(pending);
+        Some(plan) => {
+            info!("container {}: Start will restore {}", container.id, plan.capture_id);
+            container.set_pending_restore(plan);
         }
         None => create_cold(&container).await?,
     }
@@ -108,15 +105,10 @@ async fn decide_restore(
     container: &Container,
     spec: Spec,
     request: &CreateTaskRequest,
-) -> Result<Option<PendingRestore>, TaskError> {
-    let refused = |error: crate::restore::RestoreRefused| TaskError::FailedPrecondition(error.to_string());
+) -> Result<Option<Plan>, TaskError> {
+    let refused = |error: NoRestore| TaskError::FailedPrecondition(error.to_string());
     if !request.checkpoint.is_empty() {
-        let plan = CheckpointImages::new(&request.checkpoint, &request.parent_checkpoint).map_err(refused)?;
-        return Ok(Some(PendingRestore {
-            read_ahead: ReadAhead(Box::new(())),
-            plan: Box::new(plan),
-            may_start_cold: false,
-        }));
+        return from_checkpoint(&request.checkpoint, &request.parent_checkpoint).map(Some).map_err(refused);
     }
     let mode = match spec.annotation(coldsnap::capsule::RESTORE_ANNOTATION) {
         Some(text) => {
@@ -124,29 +116,16 @@ async fn decide_restore(
         }
         None => RestoreMode::default(),
     };
-    let rootfs = match spec.rootfs() {
-        Some(rootfs) => rootfs,
-        None => container.rootfs.clone(),
-    };
+    let rootfs = spec.rootfs().unwrap_or_else(|| container.rootfs.clone());
     // It may hash a payload of many gigabytes.
-    let decision = tokio::task::spawn_blocking(move || {
-        decide(&LiveContainer { rootfs: &rootfs, spec: spec.document() }, mode)
-    });
-    let decision =
-        decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))?;
-    match decision.map_err(refused)? {
-        Decision::Restore(plan) => Ok(Some(PendingRestore {
-            read_ahead: ReadAhead(plan.start_read_ahead()),
-            plan,
-            may_start_cold: mode == RestoreMode::Auto,
-        })),
-        Decision::Cold(reason) => {
-            if let Some(reason) = reason {
-                warn!("container {}: cold start instead of a restore: {reason}", container.id);
-                container.host.events.publish_fallback(&container.id, &reason);
-            }
+    let decision = tokio::task::spawn_blocking(move || decide(&rootfs, spec.document(), mode));
+    match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {
+        Err(NoRestore::Fallback(reason)) => {
+            warn!("container {}: cold start instead of a restore: {reason}", container.id);
+            container.host.events.publish_fallback(&container.id, &reason);
             Ok(None)
         }
+        decision => decision.map_err(refused),
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use containerd_shim::event::Event;
 use containerd_shim::util::{convert_to_any, timestamp};
+use containerd_shim_protos::events::container::ContainerUpdate;
 use containerd_shim_protos::protobuf::MessageDyn;
-use containerd_shim_protos::protobuf::well_known_types::struct_::{Struct, Value};
 use containerd_shim_protos::shim::event::Envelope;
 use containerd_shim_protos::shim::events::ForwardRequest;
 use containerd_shim_protos::shim_async::{Client, EventsClient};
@@ -56,14 +56,12 @@ impl Events {
 
     /// Queues the event that says why container `id` was started cold although a restore was wanted.
     pub fn publish_fallback(&self, id: &str, reason: &str) {
-        let text = |value: &str| {
-            let mut field = Value::new();
-            field.set_string_value(value.to_owned());
-            field
+        // Clients show only message types that they know: this one has an id and a map of strings.
+        let event = ContainerUpdate {
+            id: id.to_owned(),
+            labels: [("reason".to_owned(), reason.to_owned())].into(),
+            ..Default::default()
         };
-        let mut event = Struct::new();
-        event.fields.insert("container_id".to_owned(), text(id));
-        event.fields.insert("reason".to_owned(), text(reason));
         self.publish_as(RESTORE_FALLBACK_TOPIC, Box::new(event));
     }
 

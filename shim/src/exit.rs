@@ -29,6 +29,7 @@ async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>
         return;
     };
     container.set_init_ended();
+    container.end_read_ahead();
     if container.shares_pid_namespace
         && let Err(error) = container.runc.kill(&container.id, signal_number(Signal::KILL), true).await
         && !error.already_finished()
@@ -42,6 +43,8 @@ async fn supervise_init(container: Arc<Container>, exit: oneshot::Receiver<Exit>
     // cgroup v1 leaves a frozen group behind, in which nothing could be killed or started.
     if init.status() == Status::PAUSED
         && let Err(error) = container.runc.resume(&container.id).await
+        // A checkpoint ended it, and the runtime has removed everything.
+        && !error.no_such_container()
     {
         warn!("container {}: it ended while it was paused, and cannot be resumed: {error}", container.id);
     }

@@ -10,7 +10,6 @@ mod console;
 mod container;
 mod control;
 mod create;
-mod criu;
 mod delete;
 mod error;
 mod events;

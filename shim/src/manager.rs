@@ -62,7 +62,17 @@ impl Shim for Manager {
             Socket::Stale => remove_socket(socket_path(&address)),
             Socket::Absent => {}
         }
-        spawn(options, &grouping, Vec::new()).await
+        let address = spawn(options, &grouping, Vec::new()).await?;
+        match probe(socket_path(&address)) {
+            Socket::Serves => Ok(address),
+            // containerd would not call `delete` for a shim that it never reached.
+            _ => {
+                remove_socket(socket_path(&address));
+                Err(Error::Other(format!(
+                    "the shim for {grouping} died while it started; its log may say why"
+                )))
+            }
+        }
     }
 
     async fn delete_shim(&mut self) -> Result<DeleteResponse, Error> {

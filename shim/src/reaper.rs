@@ -192,6 +192,7 @@ mod tests {
 
     // The one test of this crate that starts processes: a reaper takes all children of the test process.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    #[expect(clippy::zombie_processes, reason = "the reaper waits for them")]
     async fn exits_reach_those_who_wait_also_late() {
         let reaper = Reaper::start().unwrap();
 

@@ -1,151 +1,91 @@
-//! Restore or cold start: the decision at Create, as the shim sees it.
-//!
-//! The decision about capsules belongs to the library; here are the shapes it is used through, and the one plan that
-//! needs no decision: plain CRIU images that the create request names.
+//! Restore or cold start, decided at Create: what the shim needs to know, from the library's decision about capsules
+//! or from a create request that names plain CRIU images.
 
-use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 
-use coldsnap::restore as library;
+use coldsnap::criu::config::{EstablishedTcp, restore_config};
+use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode};
 use coldsnap::store::NodeStore;
 use log::info;
 use serde_json::Value;
 use thiserror::Error;
 
-pub use coldsnap::restore::RestoreMode;
-
-use crate::criu::TCP_CLOSE;
-
 /// Environment variable of containerd (shims inherit it) that names another node store.
 const STORE_VARIABLE: &str = "COLDSNAP_STORE";
 
-/// The container that is about to be started.
+/// A restore that Create decided and Start carries out.
 #[derive(Debug)]
-pub struct LiveContainer<'a> {
-    /// Its mounted root filesystem.
-    pub rootfs: &'a Path,
-    /// Its OCI configuration, payload binds included.
-    pub spec: &'a Value,
-}
-
-/// What happens at Start.
-#[derive(Debug)]
-pub enum Decision {
-    /// An ordinary start. A reason is given when there was something to restore.
-    Cold(Option<String>),
-    /// A restore.
-    Restore(Box<dyn RestorePlan>),
-}
-
-/// A restore was required and is not possible.
-#[derive(Debug, Error)]
-#[error("restore refused: {0}")]
-pub struct RestoreRefused(pub String);
-
-/// Everything the shim needs to know for a restore that was decided.
-pub trait RestorePlan: Debug + Send + Sync {
+pub struct Plan {
     /// Directory of the CRIU images.
-    fn images_dir(&self) -> &Path;
+    pub images: PathBuf,
     /// Directory of the parent images of an incremental checkpoint.
-    fn parent_dir(&self) -> Option<&Path>;
+    pub parent: Option<PathBuf>,
     /// Content of the container's CRIU configuration file.
-    fn criu_config(&self) -> String;
+    pub criu_config: String,
     /// Which capture is restored; for logs.
-    fn capture_id(&self) -> &str;
-    /// Begins to read the memory files; reading ends with the value.
-    fn start_read_ahead(&self) -> Box<dyn Send + Sync>;
+    pub capture_id: String,
+    /// A failure becomes a cold start.
+    pub may_start_cold: bool,
+    /// Reads the memory files as long as it lives.
+    pub read_ahead: Option<ReadAhead>,
 }
 
-/// Decides for a container whose request names no images. In mode `Auto` a capsule that cannot be restored here is a
-/// cold start with a reason.
+/// Why a container that could be wanted as a restore is not restored.
+#[derive(Debug, Error)]
+pub enum NoRestore {
+    /// A restore is required and not possible.
+    #[error("restore refused: {0}")]
+    Refused(String),
+    /// It starts cold although it holds a capsule.
+    #[error("{0}")]
+    Fallback(String),
+}
+
+/// Decides for a container whose request names no images: a plan, or `None` for an ordinary cold start.
 ///
 /// # Errors
-/// `mode` is `Require` and there is nothing to restore, or it cannot be restored.
-pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, RestoreRefused> {
+/// The container holds a capsule that cannot be restored here, or holds none and `mode` is `Require`.
+pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
     let store =
         NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()));
-    let live = library::LiveContainer { rootfs: live.rootfs, spec: live.spec, store: &store };
-    match library::decide(&live, mode) {
-        Ok(library::Decision::Restore(plan)) => Ok(Decision::Restore(plan)),
-        Ok(library::Decision::Cold(reason)) => {
+    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store: &store }, mode) {
+        Ok(Decision::Restore(plan)) => Ok(Some(Plan {
+            images: plan.images_dir().to_owned(),
+            parent: None,
+            criu_config: plan.criu_config(),
+            capture_id: plan.capture_id().to_owned(),
+            may_start_cold: mode == RestoreMode::Auto,
+            read_ahead: Some(plan.start_read_ahead()),
+        })),
+        Ok(Decision::Cold(reason)) => {
             info!("cold start: {reason}");
-            Ok(Decision::Cold(None))
+            Ok(None)
         }
-        Err(refused) if mode == RestoreMode::Auto => Ok(Decision::Cold(Some(refused.to_string()))),
-        Err(refused) => Err(RestoreRefused(refused.to_string())),
+        Err(refused) if mode == RestoreMode::Auto => Err(NoRestore::Fallback(refused.to_string())),
+        Err(refused) => Err(NoRestore::Refused(refused.to_string())),
     }
 }
 
-impl RestorePlan for library::RestorePlan {
-    fn images_dir(&self) -> &Path {
-        self.images_dir()
+/// A plan for the plain CRIU images in directory `images` (`CreateTaskRequest.checkpoint`), which clients unpack from
+/// a checkpoint image, and for those in `parent` that they build on.
+///
+/// # Errors
+/// The directory holds no CRIU inventory.
+pub fn from_checkpoint(images: &str, parent: &str) -> Result<Plan, NoRestore> {
+    let path = PathBuf::from(images);
+    if let Err(error) = path.join("inventory.img").metadata() {
+        return Err(NoRestore::Refused(format!("{images} holds no CRIU images (inventory.img: {error})")));
     }
-
-    fn parent_dir(&self) -> Option<&Path> {
-        None
-    }
-
-    fn criu_config(&self) -> String {
-        self.criu_config()
-    }
-
-    fn capture_id(&self) -> &str {
-        self.capture_id()
-    }
-
-    fn start_read_ahead(&self) -> Box<dyn Send + Sync> {
-        Box::new(self.start_read_ahead())
-    }
-}
-
-/// The plain CRIU images of `CreateTaskRequest.checkpoint`, which clients unpack from a checkpoint image.
-#[derive(Debug)]
-pub struct CheckpointImages {
-    images: PathBuf,
-    parent: Option<PathBuf>,
-    id: String,
-}
-
-impl CheckpointImages {
-    /// Images in directory `images`, and those they build on.
-    ///
-    /// # Errors
-    /// The directory holds no CRIU inventory.
-    pub fn new(images: &str, parent: &str) -> Result<Self, RestoreRefused> {
-        let images = PathBuf::from(images);
-        if let Err(error) = images.join("inventory.img").metadata() {
-            return Err(RestoreRefused(format!(
-                "{} holds no CRIU images (inventory.img: {error})",
-                images.display()
-            )));
-        }
-        let parent = (!parent.is_empty()).then(|| PathBuf::from(parent));
-        Ok(Self { id: images.display().to_string(), images, parent })
-    }
-}
-
-impl RestorePlan for CheckpointImages {
-    fn images_dir(&self) -> &Path {
-        &self.images
-    }
-
-    fn parent_dir(&self) -> Option<&Path> {
-        self.parent.as_deref()
-    }
-
-    fn criu_config(&self) -> String {
-        // Clients of the others have gone; CRIU refuses images with connections without this.
-        format!("{TCP_CLOSE}\n")
-    }
-
-    fn capture_id(&self) -> &str {
-        &self.id
-    }
-
-    fn start_read_ahead(&self) -> Box<dyn Send + Sync> {
+    Ok(Plan {
+        images: path,
+        parent: (!parent.is_empty()).then(|| parent.into()),
+        // The other ends of connections have gone.
+        criu_config: restore_config(EstablishedTcp::Close),
+        capture_id: images.to_owned(),
+        may_start_cold: false,
         // CRIU reads the pages itself, once and in order.
-        Box::new(())
-    }
+        read_ahead: None,
+    })
 }
 
 #[cfg(test)]
@@ -155,17 +95,39 @@ mod tests {
     #[test]
     fn without_a_capsule_auto_is_cold_and_require_is_refused() {
         let rootfs = tempfile::tempdir().unwrap();
-        let live = LiveContainer { rootfs: rootfs.path(), spec: &Value::Null };
-        assert!(matches!(decide(&live, RestoreMode::Auto), Ok(Decision::Cold(None))));
-        assert!(decide(&live, RestoreMode::Require).is_err());
+        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Auto).unwrap().is_none());
+        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Never).unwrap().is_none());
+        let required = decide(rootfs.path(), &Value::Null, RestoreMode::Require);
+        assert!(matches!(required, Err(NoRestore::Refused(_))));
+    }
+
+    #[test]
+    fn a_damaged_capsule_is_a_reason_to_start_cold_or_to_fail() {
+        let rootfs = tempfile::tempdir().unwrap();
+        let artifact = rootfs.path().join(coldsnap::capsule::ARTIFACT_PATH);
+        std::fs::create_dir_all(artifact.parent().unwrap()).unwrap();
+        std::fs::write(artifact, b"{}").unwrap();
+        assert!(matches!(
+            decide(rootfs.path(), &Value::Null, RestoreMode::Auto),
+            Err(NoRestore::Fallback(_))
+        ));
+        assert!(matches!(
+            decide(rootfs.path(), &Value::Null, RestoreMode::Require),
+            Err(NoRestore::Refused(_))
+        ));
     }
 
     #[test]
     fn a_directory_without_images_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().to_str().unwrap();
-        assert!(CheckpointImages::new(path, "").is_err());
+        assert!(matches!(from_checkpoint(path, ""), Err(NoRestore::Refused(_))));
         std::fs::write(directory.path().join("inventory.img"), b"x").unwrap();
-        assert_eq!(CheckpointImages::new(path, "").unwrap().images_dir(), directory.path());
+        let plan = from_checkpoint(path, "/parent").unwrap();
+        assert_eq!(
+            (plan.images.as_path(), plan.parent.as_deref()),
+            (directory.path(), Some(Path::new("/parent")))
+        );
+        assert!(!plan.may_start_cold);
     }
 }

@@ -148,6 +148,11 @@ impl Runc {
         Self { binary: binary.into(), root: Path::new(root).join(namespace), systemd_cgroup, reaper }
     }
 
+    /// Where the runtime keeps what it knows about container `id`.
+    pub fn state_directory(&self, id: &str) -> PathBuf {
+        self.root.join(id)
+    }
+
     /// Makes the container; its first process waits for [`Runc::start`].
     pub async fn create(
         &self,

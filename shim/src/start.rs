@@ -10,12 +10,13 @@ use log::{info, warn};
 use time::OffsetDateTime;
 
 use crate::console::ConsoleSocket;
-use crate::container::{Container, PendingRestore, read_pid};
+use crate::container::{Container, read_pid};
 use crate::create::{Streams, connect_streams, create_cold};
 use crate::error::TaskError;
 use crate::exit::begin_init;
 use crate::network::bring_up_loopback;
 use crate::reaper::Exit;
+use crate::restore::Plan;
 use crate::runc::{self, RestoreImages, RuncError};
 
 /// Exit status of a process that never ran.
@@ -38,7 +39,7 @@ pub async fn start_init(container: &Arc<Container>) -> Result<u32, TaskError> {
             container.runc.start(&container.id).await?;
             "cold start"
         }
-        Some(pending) => start_restore(container, pending).await.inspect_err(|_| {
+        Some(plan) => start_restore(container, plan).await.inspect_err(|_| {
             // Clients delete only what has stopped, and this container can never run.
             init.set_exit(Exit { status: NEVER_RAN, at: OffsetDateTime::now_utc() });
         })?,
@@ -54,16 +55,18 @@ pub async fn start_init(container: &Arc<Container>) -> Result<u32, TaskError> {
     Ok(init.pid_u32())
 }
 
-async fn start_restore(
-    container: &Arc<Container>,
-    pending: PendingRestore,
-) -> Result<&'static str, TaskError> {
-    let error = match restore(container, &pending).await {
-        Ok(()) => return Ok("restore"),
+async fn start_restore(container: &Arc<Container>, mut plan: Plan) -> Result<&'static str, TaskError> {
+    let read_ahead = plan.read_ahead.take();
+    let error = match restore(container, &plan).await {
+        Ok(()) => {
+            container.keep_read_ahead(read_ahead);
+            return Ok("restore");
+        }
         Err(error) => error,
     };
     discard_failed_restore(container).await;
-    if !pending.may_start_cold {
+    drop(read_ahead);
+    if !plan.may_start_cold {
         return Err(error);
     }
     warn!("container {}: cold start after a failed restore: {error}", container.id);
@@ -73,12 +76,12 @@ async fn start_restore(
     Ok("cold start")
 }
 
-async fn restore(container: &Arc<Container>, pending: &PendingRestore) -> Result<(), TaskError> {
+async fn restore(container: &Arc<Container>, plan: &Plan) -> Result<(), TaskError> {
     let began = Instant::now();
     let work = container.bundle.join(RESTORE_WORK_DIR);
     prepare_work_directory(&work)?;
     let config = container.criu_config_file();
-    std::fs::write(&config, pending.plan.criu_config())
+    std::fs::write(&config, &plan.criu_config)
         .map_err(TaskError::io(format!("write {}", config.display())))?;
 
     let streams = Streams::open_init(container)?;
@@ -90,13 +93,12 @@ async fn restore(container: &Arc<Container>, pending: &PendingRestore) -> Result
         no_pivot: container.options.no_pivot_root,
         no_new_keyring: container.options.no_new_keyring,
     };
-    let images =
-        RestoreImages { images: pending.plan.images_dir(), work: &work, parent: pending.plan.parent_dir() };
+    let images = RestoreImages { images: &plan.images, work: &work, parent: plan.parent.as_deref() };
     container
         .runc
         .restore(&container.id, &container.bundle, &new, &images, streams.child)
         .await
-        .map_err(|error| explained(&error, pending.plan.capture_id(), &work))?;
+        .map_err(|error| explained(&error, &plan.capture_id, &work))?;
     container.timings().record("restore", began);
 
     let began = Instant::now();
@@ -108,7 +110,7 @@ async fn restore(container: &Arc<Container>, pending: &PendingRestore) -> Result
     connect_streams(&container.init, streams.console, streams.ends).await?;
     begin_init(container, pid, exit);
     container.timings().record("post", began);
-    info!("container {}: restored {} as pid {pid}", container.id, pending.plan.capture_id());
+    info!("container {}: restored {} as pid {pid}", container.id, plan.capture_id);
     Ok(())
 }
 
@@ -123,7 +125,7 @@ fn prepare_work_directory(work: &Path) -> Result<(), TaskError> {
 
 fn explained(error: &RuncError, capture: &str, work: &Path) -> TaskError {
     let log = work.join("restore.log");
-    let lines = crate::criu::decisive_lines(&log);
+    let lines = coldsnap::criu::log::decisive_lines(&log);
     match lines.is_empty() {
         true => TaskError::Other(format!("cannot restore {capture}: {error}")),
         false => TaskError::Other(format!(

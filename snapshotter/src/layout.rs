@@ -125,11 +125,9 @@ impl Layout {
         fault::point("make.temporary");
         let directory = self.directory(id);
         fs::rename(temporary, &directory).map_err(Error::io("rename to", &directory))?;
-        // The rename comes first on purpose: nothing reads the directory before the database says so, and
-        // a journaling file system then commits all of it at once.
-        for changed in [&self.fs(id), &directory, &self.snapshots] {
-            durable::sync_directory(changed).map_err(Error::io("fsync", changed))?;
-        }
+        // One fsync for all of it: the file systems that carry overlays write what was created inside before the
+        // name appears or together with it, and each further call costs a flush of the disk.
+        durable::sync_directory(&self.snapshots).map_err(Error::io("fsync", &self.snapshots))?;
         fault::point("make.renamed");
         Ok(())
     }

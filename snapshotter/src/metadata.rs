@@ -35,7 +35,8 @@ const CACHE_BYTES: usize = 8 << 20;
 #[derive(Debug)]
 pub struct Metadata {
     path: PathBuf,
-    database: RwLock<Database>,
+    /// None while it could not be opened again.
+    database: RwLock<Option<Database>>,
     /// After an I/O error (a full disk) the database refuses everything until it is opened again.
     failed: AtomicBool,
 }
@@ -47,8 +48,11 @@ impl Metadata {
     /// When another process has it open, when it is damaged, or when a newer version wrote it.
     pub fn open(path: &Path) -> Result<Self, Error> {
         let database = open_database(path)?;
-        let metadata =
-            Self { path: path.to_owned(), database: RwLock::new(database), failed: AtomicBool::new(false) };
+        let metadata = Self {
+            path: path.to_owned(),
+            database: RwLock::new(Some(database)),
+            failed: AtomicBool::new(false),
+        };
         let version = metadata.write(|w| {
             let found = w.counter("version")?;
             if found.is_none() {
@@ -72,9 +76,9 @@ impl Metadata {
     /// Those of `f`, and those of the database.
     pub fn read<T>(&self, f: impl FnOnce(&Reader) -> Result<T, Error>) -> Result<T, Error> {
         self.reopen_after_failure()?;
-        let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
+        let guard = self.database.read().unwrap_or_else(PoisonError::into_inner);
         let reading = "read";
-        let transaction = database.begin_read().map_err(|e| Error::metadata(reading, e))?;
+        let transaction = open(&guard)?.begin_read().map_err(|e| Error::metadata(reading, e))?;
         let reader = Reader {
             snapshots: transaction.open_table(SNAPSHOTS).map_err(|e| Error::metadata(reading, e))?,
             removed: transaction.open_table(REMOVED).map_err(|e| Error::metadata(reading, e))?,
@@ -88,13 +92,13 @@ impl Metadata {
     /// Those of `f`, and those of the database.
     pub fn write<T>(&self, f: impl FnOnce(&mut Writer<'_>) -> Result<T, Error>) -> Result<T, Error> {
         self.reopen_after_failure()?;
-        let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
-        let result =
-            database.begin_write().map_err(|e| Error::metadata("write", e)).and_then(|transaction| {
-                let result = f(&mut Writer::new(&transaction)?)?;
-                transaction.commit().map_err(|e| Error::metadata("commit", e))?;
-                Ok(result)
-            });
+        let guard = self.database.read().unwrap_or_else(PoisonError::into_inner);
+        let transaction = open(&guard)?.begin_write().map_err(|e| Error::metadata("write", e));
+        let result = transaction.and_then(|transaction| {
+            let result = f(&mut Writer::new(&transaction)?)?;
+            transaction.commit().map_err(|e| Error::metadata("commit", e))?;
+            Ok(result)
+        });
         if let Err(Error::Metadata { source, .. }) = &result
             && matches!(**source, redb::Error::Io(_) | redb::Error::PreviousIo)
         {
@@ -109,16 +113,17 @@ impl Metadata {
         }
         let mut database = self.database.write().unwrap_or_else(PoisonError::into_inner);
         if self.failed.load(Ordering::Acquire) {
-            // The old handle holds the file's lock until it is gone, so something takes its place.
-            let placeholder = Builder::new()
-                .create_with_backend(redb::backends::InMemoryBackend::new())
-                .map_err(|e| Error::metadata("reopen", e))?;
-            drop(std::mem::replace(&mut *database, placeholder));
-            *database = open_database(&self.path)?;
+            // The old handle holds the file's lock.
+            *database = None;
+            *database = Some(open_database(&self.path)?);
             self.failed.store(false, Ordering::Release);
         }
         Ok(())
     }
+}
+
+fn open(database: &Option<Database>) -> Result<&Database, Error> {
+    database.as_ref().ok_or_else(|| Error::metadata("open", redb::Error::PreviousIo))
 }
 
 fn open_database(path: &Path) -> Result<Database, Error> {

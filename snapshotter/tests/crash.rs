@@ -5,6 +5,7 @@
 mod common;
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
@@ -247,6 +248,44 @@ fn damaged_metadata_stop_the_start_and_lose_nothing() {
     fs::write(&metadata, good).unwrap();
     node.restart();
     assert_eq!(node.names(&[]), ["base"]);
+}
+
+/// A database that failed to write refuses everything until it is opened again; the service does that by itself.
+#[test]
+fn a_full_disk_is_an_error_and_not_the_end() {
+    let mut node = Node::start_on(|root| mount::small_file_system(16 << 20, root));
+    node.layer("base", "", |_| {});
+    let ballast = node.root().join("ballast");
+    let mut file = fs::File::create(&ballast).unwrap();
+    let mut prepared = Vec::new();
+    // Until it is the database that cannot write.
+    for n in 0.. {
+        while file.write_all(&[1; 4096]).is_ok() {}
+        let key = format!("key-{n}");
+        match node.prepare(&key, "base") {
+            Ok(_) => prepared.push(key),
+            Err(error) => {
+                assert_eq!(error.code(), Code::Internal);
+                assert!(error.message().contains("No space left"), "{error}");
+                if error.message().contains("metadata") {
+                    break;
+                }
+            }
+        }
+        assert!(n < 10_000, "the disk does not fill");
+    }
+    node.stat("base").unwrap();
+
+    fs::remove_file(&ballast).unwrap();
+    node.prepare("after", "base").unwrap();
+    prepared.extend(["after".to_owned(), "base".to_owned()]);
+    prepared.sort();
+    assert_eq!(node.names(&[]), prepared);
+    assert_eq!(entries(&node.root().join("snapshots")).len(), prepared.len());
+    node.kill();
+    node.restart();
+    assert_eq!(node.names(&[]), prepared);
+    node.remove_all_and_check();
 }
 
 #[test]

@@ -74,7 +74,7 @@ async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
 fn tempfile() -> io::Result<File> {
     use rustix::fs::{Mode, OFlags, open};
     Ok(File::from(open(
-        &std::env::temp_dir(),
+        std::env::temp_dir(),
         OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC,
         Mode::RUSR | Mode::WUSR,
     )?))

@@ -169,7 +169,7 @@ fn describe(root: &Path, relative: &Path, objects: &mut Vec<Object>) -> Result<(
         if name.file_name().is_some_and(|n| n == capsule::PACK_NAME) {
             continue;
         }
-        let bytes = MappedFile::open(&path).map_err(|e| error(&path, e))?;
+        let bytes = MappedFile::open(&path).map_err(|e| error(&path, e.into()))?;
         objects.push(Object {
             role: role(&name).to_owned(),
             owner: owner(&name),

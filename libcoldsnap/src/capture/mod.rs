@@ -9,7 +9,6 @@ mod descriptor;
 mod earlier;
 pub mod facts;
 pub mod layer;
-pub mod mapped_file;
 pub mod plan;
 pub mod preflight;
 pub mod progress;

@@ -31,7 +31,7 @@ use crate::digest::Digest;
 use crate::extent::LayoutError;
 use crate::format::DocumentError;
 use crate::format::recovery_manifest::ModelSource;
-use crate::mapped_file::MappedFile;
+use crate::mapped_file::{MapError, MappedFile};
 use crate::store::{AdmitError, NodeStore, StoreError};
 
 /// PROT_EXEC of `VmaEntry.prot`.
@@ -138,6 +138,8 @@ pub enum CaptureError {
     Unproven(#[from] Unproven),
     #[error("cannot tell which memory is the model's: {0}")]
     Match(#[from] MatchError),
+    #[error(transparent)]
+    Map(#[from] MapError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
@@ -403,7 +405,7 @@ fn prove_all(
             let inside = container_path(&worker.id, name);
             let id = tables.files.iter().find(|f| f.reg.name() == inside).map(FileEntry::id);
             if let Some(id) = id {
-                files.push((id, MappedFile::open(path).map_err(|e| CaptureError::io("read", path, e))?));
+                files.push((id, MappedFile::open(path)?));
             }
             Ok(())
         };

@@ -146,7 +146,7 @@ impl ProcessImages {
         let pages = MappedFile::open(&pages_path).map_err(|source| ImageError::Io {
             action: "read",
             path: pages_path,
-            source,
+            source: source.into(),
         })?;
         Ok(Self { pid, mm, pagemap_head, pagemap, pages_name, pages })
     }

@@ -37,9 +37,16 @@ pub struct Node {
 
 impl Node {
     pub fn start() -> Self {
+        Self::start_on(|_| {})
+    }
+
+    /// Lets `prepare` arrange the root before the process starts.
+    pub fn start_on(prepare: impl FnOnce(&Path)) -> Self {
         mount::private_namespace();
         let directory = tempfile::tempdir().unwrap();
         fs::create_dir(directory.path().join("work")).unwrap();
+        fs::create_dir(directory.path().join("root")).unwrap();
+        prepare(&directory.path().join("root"));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let (process, client) = spawn(directory.path(), &runtime, None);
         Self { directory, runtime, process, client }

@@ -19,6 +19,12 @@ pub fn private_namespace() {
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
 }
 
+/// Mounts a file system of this size, which its memory bounds.
+pub fn small_file_system(bytes: usize, target: &Path) {
+    let data = CString::new(format!("size={bytes},mode=0700")).unwrap();
+    mount("tmpfs", target, "tmpfs", MountFlags::empty(), Some(data.as_c_str())).unwrap();
+}
+
 /// Mounts all, runs `f` on the root, unmounts all.
 pub fn with<T>(mounts: &[Mount], target: &Path, f: impl FnOnce(&Path) -> T) -> T {
     all(mounts, target);

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-use super::super::mapped_file::MapError;
+use crate::mapped_file::MapError;
 
 /// Why a checkpoint cannot serve as a reference.
 #[derive(Debug, thiserror::Error)]

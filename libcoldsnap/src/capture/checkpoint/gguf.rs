@@ -2,7 +2,7 @@
 //! data part. Metadata is skipped except for the alignment.
 
 use super::error::HeaderError;
-use super::{RawTensor, checked, ggml_types, index};
+use super::{RawTensor, checked, ggml_types, to_index};
 
 pub(super) const MAGIC: &[u8] = b"GGUF";
 const DEFAULT_ALIGNMENT: u64 = 32;
@@ -38,7 +38,7 @@ mod value {
 /// Reads the header of the whole file `data`.
 pub(super) fn tensors(data: &[u8]) -> Result<Vec<RawTensor>, HeaderError> {
     let file_len = data.len() as u64;
-    let mut reader = Reader { data: &data[..index(file_len.min(MAX_HEADER))], position: MAGIC.len() };
+    let mut reader = Reader { data: &data[..to_index(file_len.min(MAX_HEADER))], position: MAGIC.len() };
     let version = reader.u32("the version")?;
     if !matches!(version, 2 | 3) {
         return Err(HeaderError::Version { found: version });
@@ -59,7 +59,7 @@ pub(super) fn tensors(data: &[u8]) -> Result<Vec<RawTensor>, HeaderError> {
         }
     }
 
-    let mut infos = Vec::with_capacity(index(tensor_count));
+    let mut infos = Vec::with_capacity(to_index(tensor_count));
     for _ in 0..tensor_count {
         infos.push(reader.info(alignment)?);
     }
@@ -105,8 +105,8 @@ impl<'a> Reader<'a> {
         if len > rest.len() as u64 {
             return Err(HeaderError::Truncated { what, offset });
         }
-        self.position += index(len);
-        Ok(&rest[..index(len)])
+        self.position += to_index(len);
+        Ok(&rest[..to_index(len)])
     }
 
     fn array<const N: usize>(&mut self, what: &'static str) -> Result<[u8; N], HeaderError> {

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 pub use error::{CheckpointError, HeaderError};
 
-use super::mapped_file::MappedFile;
+use crate::mapped_file::MappedFile;
 
 /// Nesting of directories in a snapshot: pipelines keep one model per subdirectory, nothing is deeper.
 const MAX_DEPTH: usize = 8;
@@ -149,8 +149,8 @@ impl Checkpoint {
 
     /// The bytes of a tensor of this checkpoint.
     pub fn tensor_data(&self, tensor: &Tensor) -> &[u8] {
-        let start = index(tensor.file_offset);
-        &self.files[tensor.file_index].data[start..start + index(tensor.len)]
+        let start = to_index(tensor.file_offset);
+        &self.files[tensor.file_index].data[start..start + to_index(tensor.len)]
     }
 
     /// Bytes of all tensors.
@@ -180,7 +180,7 @@ impl Checkpoint {
 }
 
 /// A checked file offset or length as a slice index; `mapped_file` asserts that it fits.
-pub(crate) fn index(value: u64) -> usize {
+pub(crate) fn to_index(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
 }
 

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use super::error::HeaderError;
-use super::{RawTensor, checked, index};
+use super::{RawTensor, checked, to_index};
 
 /// The reference reader's limit.
 const MAX_HEADER: u64 = 100_000_000;
@@ -70,7 +70,7 @@ pub(super) fn tensors(data: &[u8]) -> Result<Vec<RawTensor>, HeaderError> {
     if length > limit {
         return Err(HeaderError::TooLarge { what: "the header's length", found: length, limit });
     }
-    let (json, payload) = rest.split_at(index(length));
+    let (json, payload) = rest.split_at(to_index(length));
     let Header(entries) = serde_json::from_slice(json)?;
 
     let start = 8 + length;

@@ -1,7 +1,7 @@
 //! From matched runs to model extents: whole pages that hold bytes of the checkpoint and zero padding,
 //! and nothing else.
 
-use super::super::checkpoint::{Checkpoint, index};
+use super::super::checkpoint::{Checkpoint, to_index};
 use super::equal::is_zero;
 use super::{MatchError, MatchedRun, MemoryRegion, check_regions};
 
@@ -115,8 +115,8 @@ fn add_spans(
     let file_end = run.file_offset.checked_add(run.len).ok_or_else(outside)?;
     let span = |from: u64, to: u64, tensor| Span {
         region,
-        start: index(start + (from - run.file_offset)),
-        len: index(to - from),
+        start: to_index(start + (from - run.file_offset)),
+        len: to_index(to - from),
         file_index: run.file_index,
         file_offset: from,
         tensor,
@@ -196,20 +196,20 @@ fn prove(
     regions: &[MemoryRegion<'_>],
 ) -> Result<(), MatchError> {
     let region = regions.partition_point(|region| region.address <= extent.address).saturating_sub(1);
-    let start = index(extent.address - regions[region].address);
-    let memory = &regions[region].data[start..start + index(extent.len)];
+    let start = to_index(extent.address - regions[region].address);
+    let memory = &regions[region].data[start..start + to_index(extent.len)];
     let unequal = |offset: usize, source: &str| MatchError::Unequal {
         address: extent.address + offset as u64,
         source_name: source.to_owned(),
     };
     let mut done = 0;
     for piece in &extent.pieces {
-        let (at, len) = (index(piece.extent_offset), index(piece.length));
+        let (at, len) = (to_index(piece.extent_offset), to_index(piece.length));
         if !is_zero(&memory[done..at]) {
             return Err(unequal(done, "zero padding"));
         }
         let file = &checkpoint.files()[piece.file_index];
-        let from = index(piece.file_offset);
+        let from = to_index(piece.file_offset);
         if memory[at..at + len] != file.data[from..from + len] {
             return Err(unequal(at, &file.name));
         }

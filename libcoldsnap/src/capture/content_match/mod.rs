@@ -16,9 +16,9 @@
 //! lie together (one word in 32 is an anchor by default); one that repeats a few words may be missed.
 //! What is missed is residual, never wrong.
 
+mod anchors;
 mod equal;
 mod extents;
-mod index;
 mod originals;
 mod scan;
 mod small;
@@ -27,8 +27,8 @@ use std::fmt;
 
 pub use extents::{ModelExtent, Piece, model_extents};
 
-use super::checkpoint::{Checkpoint, index};
-use index::{AnchorIndex, Sampling};
+use super::checkpoint::{Checkpoint, to_index};
+use anchors::{AnchorIndex, Sampling};
 use originals::originals;
 use scan::Scanner;
 use small::{MAX_SMALL, SmallTensors};
@@ -267,7 +267,7 @@ impl<'c> ContentMatcher<'c> {
         let incomplete = tensors.filter(|(position, tensor)| {
             self.originals[*position] == *position
                 && found[*position] < tensor.len
-                && index(tensor.len) > self.sampling.head
+                && to_index(tensor.len) > self.sampling.head
         });
         incomplete.map(|(position, _)| position).collect()
     }

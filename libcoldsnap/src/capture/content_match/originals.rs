@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::super::checkpoint::{Checkpoint, Tensor};
-use super::index::HASH;
+use super::anchors::HASH;
 
 /// For every tensor the first one with the same content, often itself. Engines that tie two tensors keep one
 /// copy in memory, which must count as both.

@@ -8,9 +8,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::super::checkpoint::{Checkpoint, index};
+use super::super::checkpoint::{Checkpoint, to_index};
+use super::anchors::{AnchorIndex, BATCH, hash};
 use super::equal::{common_prefix, common_suffix};
-use super::index::{AnchorIndex, BATCH, hash};
 use super::small::{MAX_SMALL, SmallTensors};
 use super::{MatchStats, MemoryRegion};
 
@@ -87,10 +87,10 @@ impl<'a> Scanner<'a> {
         };
         let mut done = Vec::with_capacity(chunks.len());
         std::thread::scope(|scope| {
-            let helpers: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
+            let others: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
             let mut results = vec![work()];
-            for helper in helpers {
-                results.push(helper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            for other in others {
+                results.push(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
             }
             for (runs, part) in results {
                 done.extend(runs);
@@ -148,11 +148,6 @@ impl<'a> Scanner<'a> {
         stats.scanned_bytes += chunk.len() as u64;
         'batches: while at + 8 <= chunk.end {
             let words = data[at..chunk.end].as_chunks().0;
-            // A read of every cache line of the next batch, all in flight together: without it the
-            // search for anchors waits for memory line by line (3.4 instead of 4.8 GB/s).
-            if let Some(ahead) = words.get(BATCH..2 * BATCH) {
-                std::hint::black_box(ahead.iter().step_by(8).fold(0, |sum, word| sum ^ word[0]));
-            }
             for position in anchors.candidates(words).iter() {
                 let position = at + position * 8;
                 if let Some(run) = self.probe(data, chunk, anchors, position, &mut progress, stats) {
@@ -305,7 +300,7 @@ impl<'a> Scanner<'a> {
                 stats.candidates += 1;
                 stats.compared_bytes += equal as u64;
                 if equal == content.len() && start + equal > gap.start {
-                    let (file, file_offset) = (tensor.file_index, index(tensor.file_offset));
+                    let (file, file_offset) = (tensor.file_index, to_index(tensor.file_offset));
                     found = Some(Run { start, len: equal, file, file_offset }.from(gap.start));
                     break;
                 }
@@ -331,8 +326,8 @@ impl<'a> Scanner<'a> {
             let tensor_at = |run: &Run, offset: usize| {
                 let position = self.checkpoint.tensors_from(run.file, offset as u64).next()?;
                 let tensor = &self.checkpoint.tensors()[position];
-                let start = index(tensor.file_offset);
-                (start <= offset).then(|| start..start + index(tensor.len))
+                let start = to_index(tensor.file_offset);
+                (start <= offset).then(|| start..start + to_index(tensor.len))
             };
             let Some(beginning) = tensor_at(&right, right.file_offset) else { continue };
             let back = right.file_offset - beginning.start;

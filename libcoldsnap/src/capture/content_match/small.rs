@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use super::index::hash;
+use super::anchors::hash;
 
 /// Largest tensor that is small.
 pub(super) const MAX_SMALL: usize = 8192;
@@ -63,11 +63,11 @@ impl WordSet {
     }
 
     pub(super) fn insert(&mut self, hash: u64) {
-        self.0[super::index(hash >> 54)] |= 1 << ((hash >> 48) % 64);
+        self.0[super::to_index(hash >> 54)] |= 1 << ((hash >> 48) % 64);
     }
 
     #[inline(always)]
     pub(super) fn contains(&self, hash: u64) -> bool {
-        self.0[super::index(hash >> 54)] >> ((hash >> 48) % 64) & 1 != 0
+        self.0[super::to_index(hash >> 54)] >> ((hash >> 48) % 64) & 1 != 0
     }
 }

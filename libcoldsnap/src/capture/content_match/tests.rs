@@ -219,7 +219,7 @@ fn nonzero_padding_is_kept_between_tensors_only() {
     let contents = [noise(1, 8176), noise(2, 8192)];
     let (dir, checkpoint) = checkpoint(Format::Gguf, &contents);
     let mut file = checkpoint.files()[0].data.to_vec();
-    let end = index(checkpoint.tensors()[0].file_offset) + 8176;
+    let end = to_index(checkpoint.tensors()[0].file_offset) + 8176;
     file[end..end + 16].fill(0x77);
     drop(checkpoint);
     std::fs::write(dir.path().join("model"), &file).unwrap();

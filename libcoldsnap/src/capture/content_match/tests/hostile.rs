@@ -6,8 +6,8 @@ use super::*;
 /// Work of matching `memory` against one tensor of `content`, both made for `len` bytes.
 fn work(len: usize, content: fn(usize) -> Vec<u8>, memory: fn(usize) -> Vec<u8>) -> MatchStats {
     let (_dir, checkpoint) = checkpoint(Format::Safetensors, &[content(len)]);
-    let matcher =
-        ContentMatcher::new(&checkpoint, MatchOptions { anchor_interval: 1, ..Default::default() }).unwrap();
+    let options = MatchOptions { anchor_interval: 1, ..Default::default() };
+    let matcher = ContentMatcher::with_sampling(&checkpoint, options, Sampling::ALL).unwrap();
     let memory = memory(len);
     matcher.find(&[MemoryRegion { address: BASE, data: &memory }]).unwrap().stats
 }
@@ -78,10 +78,10 @@ fn a_repeated_word_does_not_fill_the_index() {
 #[test]
 fn words_chosen_to_be_anchors_do_not_fill_the_index() {
     // The words whose hashes are 1, 2, 3, ...: every one is selected, and no two are equal.
-    let inverse = (0..6).fold(1u64, |x, _| x.wrapping_mul(2u64.wrapping_sub(index::HASH.wrapping_mul(x))));
+    let inverse = (0..6).fold(1u64, |x, _| x.wrapping_mul(2u64.wrapping_sub(anchors::HASH.wrapping_mul(x))));
     let content = words(1 << 20, |position| (position as u64 + 1).wrapping_mul(inverse));
     let (_dir, checkpoint) = checkpoint(Format::Safetensors, std::slice::from_ref(&content));
-    let matcher = ContentMatcher::new(&checkpoint, MatchOptions::default()).unwrap();
+    let matcher = ContentMatcher::with_sampling(&checkpoint, MatchOptions::default(), Sampling::ALL).unwrap();
     let found = matcher.find(&[MemoryRegion { address: BASE, data: &content }]).unwrap();
     assert!(found.stats.anchors < (1 << 17) / 16, "{:?}", found.stats);
     assert_eq!(found.runs.len(), 1);

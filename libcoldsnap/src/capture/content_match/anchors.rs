@@ -91,10 +91,15 @@ pub(super) struct Positions {
 }
 
 impl Positions {
-    /// Positions where `wanted` holds for the hash. Without branches, which would be unpredictable: the
+    /// Positions in the first batch of `words` where `wanted` holds for the hash. Without branches, which would be unpredictable: the
     /// next slot of the buffer is always written and only kept for a hit.
     #[inline(always)]
     fn of(words: &[[u8; 8]], wanted: impl Fn(u64) -> bool) -> Self {
+        // A read of every cache line of the next batch, all in flight together: without it the search
+        // waits for memory line by line (3.4 instead of 4.8 GB/s).
+        if let Some(next) = words.get(BATCH..2 * BATCH) {
+            std::hint::black_box(next.iter().step_by(8).fold(0, |sum, word| sum ^ word[0]));
+        }
         let mut found = Self { buffer: [0; BATCH], len: 0 };
         for (position, word) in (0u16..).zip(words.iter().take(BATCH)) {
             found.buffer[found.len % BATCH] = position;
@@ -140,7 +145,7 @@ impl AnchorIndex {
         }
         let tensors = || tensors.iter().map(|&position| &checkpoint.tensors()[position]);
         let sampled = |tensor: &Tensor| {
-            sampling.ranges(super::index(tensor.len / 8)).map(|range| range.len()).sum::<usize>()
+            sampling.ranges(super::to_index(tensor.len / 8)).map(|range| range.len()).sum::<usize>()
         };
         let words = tensors().map(sampled).sum::<usize>();
         let mut interval_log = interval.max(1).next_power_of_two().trailing_zeros();
@@ -181,11 +186,11 @@ impl AnchorIndex {
         let words = data.as_chunks().0;
         let batches = sampling.ranges(words.len()).flat_map(|range| {
             let end = range.end;
-            range.step_by(BATCH).map(move |start| (start, end.min(start + BATCH)))
+            range.step_by(BATCH).map(move |start| start..end)
         });
-        for (start, end) in batches {
-            for position in Positions::of(&words[start..end], |hash| self.selects(hash)).iter() {
-                let at = start + position;
+        for Range { start, end } in batches {
+            let selected = Positions::of(&words[start..end], |hash| self.selects(hash));
+            for at in selected.iter().map(|position| start + position) {
                 if at > 0 && words[at] == words[at - 1] {
                     continue;
                 }
@@ -281,11 +286,11 @@ impl AnchorIndex {
 
     fn place(&self, place: u64) -> (usize, usize) {
         let file = self.bases.partition_point(|&base| base <= place) - 1;
-        (file, super::index(place - self.bases[file]))
+        (file, super::to_index(place - self.bases[file]))
     }
 
     fn slot(&self, key: u64) -> usize {
-        super::index(key >> self.slot_shift)
+        super::to_index(key >> self.slot_shift)
     }
 
     /// How many anchors the index holds.
@@ -326,12 +331,12 @@ impl Bitmap {
 
     fn insert(&mut self, key: u64) {
         let bit = key >> self.shift;
-        self.words[super::index(bit / 64)] |= 1 << (bit % 64);
+        self.words[super::to_index(bit / 64)] |= 1 << (bit % 64);
     }
 
     #[inline(always)]
     fn contains(&self, key: u64) -> bool {
         let bit = key >> self.shift;
-        self.words[super::index(bit / 64)] >> (bit % 64) & 1 != 0
+        self.words[super::to_index(bit / 64)] >> (bit % 64) & 1 != 0
     }
 }
