@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::ctr::Ctr;
+use crate::ctr::{COLDSNAP, Ctr};
 use crate::leftovers::{self, Leftovers};
 use crate::process::wait_for;
 
@@ -27,7 +27,8 @@ const READY_LIMIT: Duration = Duration::from_secs(20);
 
 /// The repository, which the node sees at the path it has outside.
 pub fn repository() -> &'static Path {
-    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package)
 }
 
 /// A program of this repository, built by `make build`.
@@ -105,6 +106,14 @@ impl Node {
             Ok(UnixStream::connect(SNAPSHOTTER_SOCKET).ok())
         })?;
         Ok(())
+    }
+
+    /// Waits until containerd reaches a restarted snapshotter: it dials again only some time after a connection failed.
+    pub fn wait_snapshotter_connected(&self) -> Result<()> {
+        wait_for("containerd to find the snapshotter", READY_LIMIT, || {
+            let listed = self.ctr.output(["snapshots", "--snapshotter", COLDSNAP.snapshotter, "list"])?;
+            Ok(listed.status.success().then_some(()))
+        })
     }
 
     /// Starts containerd and waits until it answers.

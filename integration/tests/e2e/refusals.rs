@@ -10,7 +10,8 @@ use anyhow::{Context, Result, ensure};
 use coldsnap_integration::ctr::{COLDSNAP, Launch};
 use coldsnap_integration::node::{Node, bytes_below};
 use coldsnap_integration::process::wait_for;
-use coldsnap_integration::{coldsnap, guest};
+use coldsnap_integration::{coldsnap, guest, leftovers};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::restore::{CAPSULE, capsule_container, make_capsule, start};
 use crate::{start_guest, story};
@@ -228,6 +229,108 @@ impl Drop for Mounted {
     fn drop(&mut self) {
         let _ = rustix::mount::unmount(&self.0, rustix::mount::UnmountFlags::DETACH);
     }
+}
+
+/// What only CRIU notices: a file that the process had open has another size now.
+#[test]
+#[ignore = "needs the test node: make test"]
+fn criu_s_own_words_explain_a_failed_restore() {
+    story("criu_s_own_words_explain_a_failed_restore", COLDSNAP, |node| {
+        let data = Path::new("/var/lib/coldsnap/data");
+        fs::create_dir_all(data)?;
+        fs::write(data.join("file"), "as captured")?;
+        let ctr = node.ctr();
+        let log = node.logs().join("container.log");
+        let flags = ["--log-uri".to_owned(), format!("file://{}", log.display())];
+        let begins = || fs::read_to_string(&log).unwrap_or_default().lines().count();
+        let holds = "echo begins; exec 3</data/file; while :; do sleep 0.05; done";
+        let origin = Launch::new(COLDSNAP, guest::IMAGE, "origin").command(["/bin/sh", "-c", holds]);
+        ctr.start(&origin.flags(flags.clone()).read_only_bind(data, "/data"))?;
+        wait_for("the process to begin", Duration::from_secs(5), || Ok((begins() == 1).then_some(())))?;
+        std::thread::sleep(Duration::from_millis(100));
+        coldsnap::capture("origin", CAPSULE, &[])?;
+        ctr.remove("origin")?;
+        let launch =
+            |id| Launch::new(COLDSNAP, CAPSULE, id).flags(flags.clone()).read_only_bind(data, "/data");
+
+        ctr.start(&wanting(launch("r1"), "require"))?;
+        ctr.remove("r1")?;
+        ensure!(begins() == 1, "r1 was started cold");
+        fs::write(data.join("file"), "longer than when it was captured")?;
+        let out = ctr.output(wanting(launch("r2"), "require").arguments(true))?;
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        ensure!(!out.status.success() && said.contains("bad size"), "CRIU's words are missing: {said}");
+        ctr.start(&launch("r3"))?;
+        wait_for("the cold start", Duration::from_secs(5), || Ok((begins() == 2).then_some(())))?;
+        ensure!(ctr.task("r3")?.status == "RUNNING");
+        Ok(())
+    });
+}
+
+/// The shim or the snapshotter is killed at moments spread over a capture. A container dies with its shim; nothing else is lost.
+fn killed_in_a_capture(
+    name: &str,
+    victim: impl Fn(&mut Node) -> Result<()>,
+    revive: impl Fn(&mut Node) -> Result<()>,
+) {
+    story(name, COLDSNAP, |node| {
+        guest::write_model(MODEL.as_ref(), 64)?;
+        let arguments = ["capture", "c1", "--image", CAPSULE, "--model", MODEL];
+        start_guest(node.ctr(), COLDSNAP, "c1", "block")?;
+        let began = Instant::now();
+        coldsnap::run(arguments)?;
+        let whole = began.elapsed();
+        node.ctr().remove("c1")?;
+        for share in [2, 5, 8] {
+            remove_images(Path::new(PAYLOADS), "", &mut Vec::new())?;
+            start_guest(node.ctr(), COLDSNAP, "c1", "block")?;
+            let mut capture =
+                coldsnap::command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+            std::thread::sleep(whole * share / 10);
+            victim(node)?;
+            capture.wait()?;
+            revive(node)?;
+            for (path, size) in packs(Path::new(PAYLOADS))? {
+                ensure!(size == 64 << 20, "a half payload is eligible: {} of {size} bytes", path.display());
+            }
+            node.ctr().remove_all()?;
+            start_guest(node.ctr(), COLDSNAP, "c1", "block")?;
+            coldsnap::run(arguments).context("the capture after a failed one")?;
+            let temporaries = bytes_below(Path::new("/var/lib/coldsnap/captures"))?;
+            ensure!(temporaries == 0, "{temporaries} bytes of a failed capture are left");
+            node.ctr().remove("c1")?;
+            guest::check(&start(node, &capsule_container("r1"))?)?;
+            node.ctr().remove("r1")?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+#[ignore = "needs the test node: make test"]
+fn a_shim_killed_in_a_capture() {
+    let kill = |_: &mut Node| {
+        for (pid, _) in leftovers::shims()? {
+            kill_process(Pid::from_raw(pid).context("pid")?, Signal::KILL)?;
+        }
+        Ok(())
+    };
+    let bundle_is_gone = |node: &mut Node| {
+        let bundle = node.ctr().bundle("c1");
+        wait_for("containerd to clean up after the shim", Duration::from_secs(10), || {
+            Ok((!bundle.exists()).then_some(()))
+        })
+    };
+    killed_in_a_capture("a_shim_killed_in_a_capture", kill, bundle_is_gone);
+}
+
+#[test]
+#[ignore = "needs the test node: make test"]
+fn a_snapshotter_killed_in_a_capture() {
+    killed_in_a_capture("a_snapshotter_killed_in_a_capture", Node::kill_snapshotter, |node| {
+        node.start_snapshotter()?;
+        node.wait_snapshotter_connected()
+    });
 }
 
 /// kill -9 of the command at moments spread over a capture: the container can be asked again, no half payload is eligible, and the next capture

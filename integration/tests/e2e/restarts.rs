@@ -85,11 +85,7 @@ fn the_snapshotter_restarts_under_a_container() {
         let out = node.ctr().output(crate::container(COLDSNAP, "c2", &["/usr/bin/true"]).arguments(true))?;
         ensure!(!out.status.success(), "a container started without a snapshotter");
         node.start_snapshotter()?;
-        // containerd tries a connection that failed again only after a while.
-        wait_for("containerd to find the snapshotter", Duration::from_secs(20), || {
-            let listed = node.ctr().output(["snapshots", "--snapshotter", COLDSNAP.snapshotter, "list"])?;
-            Ok(listed.status.success().then_some(()))
-        })?;
+        node.wait_snapshotter_connected()?;
         start_guest(node.ctr(), COLDSNAP, "c3", "block")?;
         ensure!(guest::check(&control)? == 2);
         node.stop_snapshotter()?;

@@ -48,6 +48,8 @@ pub struct Machine {
     pub cores: usize,
     pub memory_kb: u64,
     pub kernel: String,
+    /// Processes that wanted a processor, averaged over the minute before the demo. Times of a busy machine say little.
+    pub load_average: f64,
 }
 
 #[derive(Debug, Default, Serialize)]
@@ -78,7 +80,7 @@ pub struct Peer {
     pub restore_cold_first_token_ms: Vec<f64>,
     pub restore_warm_first_token_ms: Vec<f64>,
     pub stored_bytes: u64,
-    /// Of one server while another restored one runs, so that what the two share counts as shared.
+    /// Of one restored server while another server runs, so that what the two share counts as shared.
     pub private_kb: u64,
 }
 
@@ -113,6 +115,11 @@ impl Machine {
                 .trim_end_matches(" kB")
                 .parse()
                 .context("MemTotal is not a number")?,
+            load_average: fs::read_to_string("/proc/loadavg")?
+                .split(' ')
+                .next()
+                .and_then(|load| load.parse().ok())
+                .context("cannot understand /proc/loadavg")?,
             kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
         })
     }

@@ -76,10 +76,15 @@ impl Story {
             let out = process::output(Command::new(command[0]).arg(command[1]))?;
             let said =
                 [out.stdout, out.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-            let version = said.lines().next().unwrap_or_default().to_owned();
+            let version = said.lines().next().unwrap_or_default().trim().to_owned();
             println!("   {name}: {version}");
             report.versions.insert(name.to_owned(), version);
         }
+        let Machine { cpu, cores, memory_kb, kernel, load_average } = &report.machine;
+        println!(
+            "   {cpu}, {cores} cores, {}, Linux {kernel}, load {load_average}",
+            megabytes(memory_kb * 1024)
+        );
         report.versions.insert("kernel".to_owned(), report.machine.kernel.clone());
         Ok(Self { node, report, log, stored_before: 0 })
     }
@@ -155,13 +160,13 @@ impl Story {
         let begin = Instant::now();
         ctr.run(["containers", "checkpoint", "--rw", "--task", "--image", "peer", PEER_CHECKPOINT])?;
         let checkpoint_seconds = begin.elapsed().as_secs_f64();
-        let stored_bytes = self.node.stored_bytes()?.saturating_sub(before);
         ctr.remove("peer")?;
-        for id in ["p1", "p2"] {
-            let (spoken, took) = self.restore_peer(id)?;
-            self.compare(id, &spoken)?;
-            println!("   {id}: the same answer after {:.0} ms", ms(took));
-        }
+        let (spoken, took) = self.restore_peer("p1")?;
+        self.compare("p1", &spoken)?;
+        println!("   the same answer after {:.0} ms", ms(took));
+        let stored_bytes = self.node.stored_bytes()?.saturating_sub(before);
+        // A second restored one is refused, as both would have the captured one's cgroup. A plain server shares the same files.
+        self.start(STOCK, llama::IMAGE, "beside")?;
         let ctr = self.node.ctr();
         let used = memory::of(&ctr.pids("p1")?)?;
         self.report.peer =
