@@ -4,6 +4,7 @@
 //! `make e2e` runs them, `make e2e STORY=word` those whose name contains the word. Elsewhere they show as ignored.
 
 mod cold;
+mod commands;
 mod guests;
 mod refusals;
 mod restarts;
