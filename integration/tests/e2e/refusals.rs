@@ -17,6 +17,7 @@ use crate::restore::{CAPSULE, capsule_container, make_capsule, start};
 use crate::{start_guest, story};
 
 const MODEL: &str = "/tmp/block.safetensors";
+const CAPTURES: &str = "/var/lib/coldsnap/captures";
 const PAYLOADS: &str = "/var/lib/coldsnap/model-payloads";
 
 fn wanting<'a>(launch: Launch<'a>, restore: &str) -> Launch<'a> {
@@ -199,16 +200,24 @@ fn a_full_disk_fails_the_capture_and_loses_nothing() {
     story("a_full_disk_fails_the_capture_and_loses_nothing", COLDSNAP, |node| {
         guest::write_model(MODEL.as_ref(), 64)?;
         let control = start_guest(node.ctr(), COLDSNAP, "c1", "block")?;
-        let small = Mounted::tmpfs(Path::new(PAYLOADS), "size=32m")?;
-        let failure = coldsnap::fails(["capture", "c1", "--image", CAPSULE, "--model", MODEL])?;
-        let message = failure.message.to_lowercase();
-        ensure!(message.contains("space"), "{failure:?}");
-        ensure!(guest::check(&control)? == 1, "the container does not go on");
-        ensure!(packs(Path::new(PAYLOADS))?.is_empty(), "half a payload is left");
-        drop(small);
+        // Too small for the payload, for the dump, for the residual beside the dump.
+        let full: [(&str, &str, &[&str]); 3] = [
+            (PAYLOADS, "size=32m", &["--model", MODEL]),
+            (CAPTURES, "size=24m", &[]),
+            (CAPTURES, "size=96m", &["--scope", "all"]),
+        ];
+        for ((place, size, further), asked) in full.into_iter().zip(1..) {
+            let small = Mounted::tmpfs(Path::new(place), size)?;
+            let arguments = ["capture", "c1", "--image", CAPSULE].iter().chain(further);
+            let failure = coldsnap::fails(arguments)?;
+            ensure!(failure.message.to_lowercase().contains("space"), "{place}: {failure:?}");
+            ensure!(guest::check(&control)? == asked, "{place}: the container does not go on");
+            ensure!(packs(Path::new(PAYLOADS))?.is_empty(), "{place}: half a payload is left");
+            drop(small);
+        }
         coldsnap::capture("c1", CAPSULE, &["--model", MODEL])?;
         node.ctr().remove("c1")?;
-        ensure!(guest::check(&start(node, &capsule_container("r1"))?)? == 2);
+        ensure!(guest::check(&start(node, &capsule_container("r1"))?)? == 4);
         Ok(())
     });
 }
