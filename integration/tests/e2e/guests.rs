@@ -34,7 +34,7 @@ fn every_kind_checks_its_memory(plugins: Plugins) {
 fn a_changed_byte_is_found() {
     story("a_changed_byte_is_found", STOCK, |node| {
         let ctr = node.ctr();
-        for kind in ["block", "threads", "neighbour", "heap", "calloc-after-free"] {
+        for kind in ["block", "threads", "fork", "neighbour", "heap", "calloc-after-free"] {
             let control = start_guest(ctr, STOCK, kind, kind)?;
             guest::check(&control)?;
             let address = change_a_byte(ctr.task(kind)?.pid)?;

@@ -42,31 +42,43 @@ fn anonymous_kb(node: &Node, id: &str) -> Result<u64> {
     Ok(memory::of(&node.ctr().pids(id)?)?.anonymous_kb)
 }
 
-fn comes_back(kind: &str) {
+/// Captured with the default scope and with everything mapped, restored twice each; then what the kind writes and allocates is right as well.
+fn comes_back(kind: &str, further: &[&str]) {
     story(&format!("comes_back_{kind}"), COLDSNAP, |node| {
-        make_capsule(node, kind, &[])?;
-        for id in ["r1", "r2"] {
-            let control = start(node, &capsule_container(id))?;
-            ensure!(guest::check(&control)? == 2, "{id} was started cold");
-            ensure!(guest::check(&control)? == 3);
+        for scope in ["large", "all"] {
+            let captured = make_capsule(node, kind, &["--scope", scope])?;
+            let residual = captured["residual_bytes"].as_u64().context("residual_bytes")?;
+            ensure!(
+                scope == "large" || residual > 40 << 20,
+                "with all mapped the residual is {residual} bytes"
+            );
+            for id in ["r1", "r2"] {
+                let control = start(node, &capsule_container(id))?;
+                ensure!(guest::check(&control)? == 2, "{id} was started cold");
+                ensure!(guest::check(&control)? == 3);
+            }
+            let control = guest::control(node.ctr().task("r1")?.pid);
+            further.iter().try_for_each(|command| guest::ask(&control, command).map(drop))?;
+            guest::check(&guest::control(node.ctr().task("r2")?.pid))?;
+            node.ctr().remove_all()?;
         }
         Ok(())
     });
 }
 
 macro_rules! kinds_come_back {
-    ($($name:ident $kind:literal),* $(,)?) => {
-        $(#[test] #[ignore = "needs the test node: make test"] fn $name() { comes_back($kind) })*
+    ($($name:ident $kind:literal $further:expr),* $(,)?) => {
+        $(#[test] #[ignore = "needs the test node: make test"] fn $name() { comes_back($kind, &$further) })*
     };
 }
 
 kinds_come_back!(
-    one_block_comes_back "block",
-    threads_come_back "threads",
-    forked_processes_come_back "fork",
-    neighbouring_areas_come_back "neighbour",
-    a_heap_comes_back "heap",
-    a_freed_block_comes_back "calloc-after-free",
+    one_block_comes_back "block" ["write", "check"],
+    threads_come_back "threads" [],
+    forked_processes_come_back "fork" [],
+    neighbouring_areas_come_back "neighbour" [],
+    a_heap_comes_back "heap" ["write", "check", "calloc"],
+    a_freed_block_comes_back "calloc-after-free" ["free", "calloc"],
 );
 
 #[test]
