@@ -75,19 +75,26 @@ impl Spoken {
     }
 }
 
-/// Starts `start` (a `ctr run -d`, a `ctr containers restore`) and asks the server of container `id`. Returns the answer and the time from just
-/// before the start to the first token.
-pub fn time_to_first_token(
-    ctr: &Ctr,
-    id: &str,
-    start: impl FnOnce() -> Result<()>,
-) -> Result<(Spoken, Duration)> {
+/// An answer of a server that was just started, and when things happened, from just before the start.
+#[derive(Debug, Clone)]
+pub struct FirstWords {
+    /// The answer.
+    pub spoken: Spoken,
+    /// The client's start command was over: the container runs.
+    pub started: Duration,
+    /// The first token arrived.
+    pub first_token: Duration,
+}
+
+/// Starts `start` (a `ctr run -d`, a `ctr containers restore`) and asks the server of container `id`.
+pub fn first_words(ctr: &Ctr, id: &str, start: impl FnOnce() -> Result<()>) -> Result<FirstWords> {
     let begin = Instant::now();
     start()?;
-    let spoken =
-        ask(ctr.init_pid(id)?, ANSWER_TOKENS).with_context(|| format!("no answer from container {id}"))?;
-    let took = spoken.first - begin;
-    Ok((spoken, took))
+    let started = begin.elapsed();
+    let spoken = ask(ctr.init_pid(id)?, ANSWER_TOKENS);
+    let spoken = spoken.with_context(|| format!("no answer from container {id}"))?;
+    let first_token = spoken.first - begin;
+    Ok(FirstWords { spoken, started, first_token })
 }
 
 /// Asks the server whose first process is `pid` for exactly `tokens` tokens; waits until it listens and has loaded its model.

@@ -25,6 +25,9 @@ pub struct Report {
     pub first_restore_first_token_ms: f64,
     pub restore_warm_first_token_ms: Vec<f64>,
     pub restore_cold_first_token_ms: Vec<f64>,
+    /// In the same runs: until `ctr run` was over, that is, the container ran.
+    pub restore_warm_started_ms: Vec<f64>,
+    pub restore_cold_started_ms: Vec<f64>,
     pub capture_seconds: f64,
     /// How long the server stood still.
     pub freeze_seconds: f64,

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use coldsnap_integration::ctr::{COLDSNAP, Plugins, STOCK};
-use coldsnap_integration::llama::{self, Spoken};
+use coldsnap_integration::llama::{self, FirstWords};
 use coldsnap_integration::memory::{self, drop_caches};
 use coldsnap_integration::node::{self, Node, With, bytes_below, program};
 use coldsnap_integration::{netns, process};
 
-use crate::report::{Capture, Machine, Peer, Replica, Report, median, megabytes};
+use crate::report::{Capture, Machine, Peer, Replica, Report, TokensPerSecond, median, megabytes};
 
 const CAPSULE: &str = "demo.local/llm-capsule:1";
 const PEER_CHECKPOINT: &str = "demo.local/llm-checkpoint:1";
@@ -28,6 +28,15 @@ struct Story {
     stored_before: u64,
 }
 
+/// One run of a measurement.
+struct Run {
+    first_token_ms: f64,
+    /// The client's command was over.
+    started_ms: f64,
+    /// Of a long answer, if one was asked for.
+    tokens_per_second: Option<f64>,
+}
+
 /// Tells the whole story with `repetitions` runs of each measurement.
 pub fn tell(repetitions: usize) -> Result<Report> {
     let mut story =
@@ -40,7 +49,9 @@ pub fn tell(repetitions: usize) -> Result<Report> {
     step(7, "all of it again, interleaved, page cache warm and dropped", || story.measure())?;
     step(8, "two more captures: of a new server and of a restored one", || story.capture_again())?;
     step(9, "nothing is left behind", || story.node.assert_clean())?;
-    let report = story.report;
+    let mut report = story.report;
+    // Any other answer would have ended the story.
+    report.answers_equal = true;
     report.print_comparison();
     println!();
     report.print_expectations();
@@ -61,8 +72,7 @@ impl Story {
         let node = Node::start("demo", With::ColdSnap)?;
         let log = node.logs().join("llama-server.log");
         let date = time::OffsetDateTime::now_utc().format(&time::format_description::well_known::Rfc3339)?;
-        let mut report =
-            Report { date, machine: Machine::this()?, repetitions, answers_equal: true, ..Report::default() };
+        let mut report = Report { date, machine: Machine::this()?, repetitions, ..Report::default() };
         report.prompt = llama::PROMPT.to_owned();
         let coldsnap = program("coldsnap");
         let coldsnap = coldsnap.to_str().context("the repository's path is not UTF-8")?;
@@ -95,15 +105,10 @@ impl Story {
         self.node.ctr().import(archive, COLDSNAP.snapshotter)?;
         self.node.ctr().import(archive, STOCK.snapshotter)?;
         std::fs::remove_file(archive)?;
-        let (spoken, took) = self.start(COLDSNAP, llama::IMAGE, "server")?;
-        println!(
-            "   {}\n   {:?} answered {:?} after {:.0} ms",
-            self.shown(COLDSNAP, llama::IMAGE, "server")?,
-            llama::PROMPT,
-            spoken.text,
-            ms(took)
-        );
-        self.report.answer = spoken.text;
+        println!("   {}", self.shown(COLDSNAP, llama::IMAGE, "server")?);
+        let words = self.start(COLDSNAP, llama::IMAGE, "server")?;
+        self.report.answer = words.spoken.text;
+        println!("   {:?}: {:?} after {:.0} ms", llama::PROMPT, self.report.answer, ms(words.first_token));
         Ok(())
     }
 
@@ -123,10 +128,9 @@ impl Story {
 
     fn restore(&mut self) -> Result<()> {
         println!("   {}", self.shown(COLDSNAP, CAPSULE, "r1")?);
-        let (spoken, took) = self.start(COLDSNAP, CAPSULE, "r1")?;
-        self.compare("r1", &spoken)?;
-        println!("   the same answer after {:.0} ms (containerd unpacked the capsule layer in it)", ms(took));
-        self.report.first_restore_first_token_ms = ms(took);
+        let took = ms(self.start(COLDSNAP, CAPSULE, "r1")?.first_token);
+        println!("   the same answer after {took:.0} ms (containerd unpacked the capsule layer in it)");
+        self.report.first_restore_first_token_ms = took;
         self.report.stored_bytes = self.node.stored_bytes()?.saturating_sub(self.stored_before);
         Ok(())
     }
@@ -134,9 +138,7 @@ impl Story {
     fn replicas(&mut self) -> Result<()> {
         let mut times = vec![self.report.first_restore_first_token_ms];
         for id in ["r2", "r3", "r4"] {
-            let (spoken, took) = self.start(COLDSNAP, CAPSULE, id)?;
-            self.compare(id, &spoken)?;
-            times.push(ms(took));
+            times.push(ms(self.start(COLDSNAP, CAPSULE, id)?.first_token));
         }
         for (id, first_token_ms) in ["r1", "r2", "r3", "r4"].into_iter().zip(times) {
             let used = memory::of(&self.node.ctr().pids(id)?)?;
@@ -153,17 +155,14 @@ impl Story {
     }
 
     fn peer(&mut self) -> Result<()> {
-        let (spoken, _) = self.start(STOCK, llama::IMAGE, "peer")?;
-        self.compare("peer", &spoken)?;
+        self.start(STOCK, llama::IMAGE, "peer")?;
         let ctr = self.node.ctr();
         let before = self.node.stored_bytes()?;
         let begin = Instant::now();
         ctr.run(["containers", "checkpoint", "--rw", "--task", "--image", "peer", PEER_CHECKPOINT])?;
         let checkpoint_seconds = begin.elapsed().as_secs_f64();
         ctr.remove("peer")?;
-        let (spoken, took) = self.restore_peer("p1")?;
-        self.compare("p1", &spoken)?;
-        println!("   the same answer after {:.0} ms", ms(took));
+        println!("   the same answer after {:.0} ms", ms(self.restore_peer("p1")?.first_token));
         let stored_bytes = self.node.stored_bytes()?.saturating_sub(before);
         // A second restored one is refused, as both would have the captured one's cgroup. A plain server shares the same files.
         self.start(STOCK, llama::IMAGE, "beside")?;
@@ -182,69 +181,64 @@ impl Story {
     fn measure(&mut self) -> Result<()> {
         for round in 1..=self.report.repetitions {
             for cold in [false, true] {
-                let started = self
+                let start = self
                     .measured(cold, !cold, "server", |story| story.start(COLDSNAP, llama::IMAGE, "server"))?;
-                let restored =
+                let restore =
                     self.measured(cold, !cold, "r1", |story| story.start(COLDSNAP, CAPSULE, "r1"))?;
                 let peer = self.measured(cold, false, "p1", |story| story.restore_peer("p1"))?;
                 println!(
-                    "   round {round}, page cache {}: start {:.0} ms, restore {:.0} ms, peer {:.0} ms",
+                    "   round {round}, page cache {}: start {:.0} ms, restore {:.0} ms (running after {:.0} ms), peer {:.0} ms",
                     if cold { "dropped" } else { "warm" },
-                    started.0,
-                    restored.0,
-                    peer.0
+                    start.first_token_ms,
+                    restore.first_token_ms,
+                    restore.started_ms,
+                    peer.first_token_ms
                 );
                 let report = &mut self.report;
-                report.tokens_per_second.cold_started.extend(started.1);
-                report.tokens_per_second.restored.extend(restored.1);
-                let (starts, restores, peers) = if cold {
-                    (
-                        &mut report.cold_start_first_token_ms.cold_cache,
-                        &mut report.restore_cold_first_token_ms,
-                        &mut report.peer.restore_cold_first_token_ms,
-                    )
+                if cold {
+                    report.cold_start_first_token_ms.cold_cache.push(start.first_token_ms);
+                    report.restore_cold_first_token_ms.push(restore.first_token_ms);
+                    report.restore_cold_started_ms.push(restore.started_ms);
+                    report.peer.restore_cold_first_token_ms.push(peer.first_token_ms);
                 } else {
-                    (
-                        &mut report.cold_start_first_token_ms.warm_cache,
-                        &mut report.restore_warm_first_token_ms,
-                        &mut report.peer.restore_warm_first_token_ms,
-                    )
-                };
-                starts.push(started.0);
-                restores.push(restored.0);
-                peers.push(peer.0);
+                    report.cold_start_first_token_ms.warm_cache.push(start.first_token_ms);
+                    report.restore_warm_first_token_ms.push(restore.first_token_ms);
+                    report.restore_warm_started_ms.push(restore.started_ms);
+                    report.peer.restore_warm_first_token_ms.push(peer.first_token_ms);
+                    report.tokens_per_second.cold_started.extend(start.tokens_per_second);
+                    report.tokens_per_second.restored.extend(restore.tokens_per_second);
+                }
             }
         }
-        let speed = &self.report.tokens_per_second;
+        let TokensPerSecond { cold_started, restored } = &self.report.tokens_per_second;
         println!(
             "   {LONG_ANSWER} tokens: {:.1} per second cold-started, {:.1} restored",
-            median(&speed.cold_started),
-            median(&speed.restored)
+            median(cold_started),
+            median(restored)
         );
         Ok(())
     }
 
-    /// One run of `start`: milliseconds to the first token and, if asked for, tokens per second of a long answer. Nothing else runs meanwhile.
+    /// One run of `start` and, if asked for, a long answer of the server. Nothing else runs meanwhile.
     fn measured(
-        &mut self,
+        &self,
         cold_cache: bool,
         long_answer: bool,
         id: &str,
-        start: impl FnOnce(&Self) -> Result<(Spoken, Duration)>,
-    ) -> Result<(f64, Option<f64>)> {
+        start: impl FnOnce(&Self) -> Result<FirstWords>,
+    ) -> Result<Run> {
         if cold_cache {
             drop_caches()?;
         }
-        let (spoken, took) = start(self)?;
-        self.compare(id, &spoken)?;
+        let words = start(self)?;
         let ctr = self.node.ctr();
-        let speed = if long_answer {
+        let tokens_per_second = if long_answer {
             Some(llama::ask(ctr.init_pid(id)?, LONG_ANSWER)?.tokens_per_second())
         } else {
             None
         };
         ctr.remove(id)?;
-        Ok((ms(took), speed))
+        Ok(Run { first_token_ms: ms(words.first_token), started_ms: ms(words.started), tokens_per_second })
     }
 
     fn capture_again(&mut self) -> Result<()> {
@@ -253,15 +247,13 @@ impl Story {
             (llama::IMAGE, "server", "demo.local/llm-capsule:2"),
             (CAPSULE, "r1", "demo.local/llm-capsule:3"),
         ] {
-            let (spoken, _) = self.start(COLDSNAP, image, id)?;
-            self.compare(id, &spoken)?;
+            self.start(COLDSNAP, image, id)?;
             let capture = self.capture_as(id, capsule)?;
             self.node.ctr().remove(id)?;
             if !capture.payload_reused {
                 println!("   the payload of {capsule} was written again");
             }
-            let (spoken, _) = self.start(COLDSNAP, capsule, "again")?;
-            self.compare("again", &spoken)?;
+            self.start(COLDSNAP, capsule, "again")?;
             self.node.ctr().remove("again")?;
         }
         self.report.second_capture_new_payload_bytes =
@@ -274,19 +266,28 @@ impl Story {
     }
 
     /// `ctr run -d` and the first question.
-    fn start(&self, plugins: Plugins, image: &str, id: &str) -> Result<(Spoken, Duration)> {
+    fn start(&self, plugins: Plugins, image: &str, id: &str) -> Result<FirstWords> {
         let launch = llama::launch(plugins, image, id, &self.log)?;
-        let ctr = self.node.ctr();
-        llama::time_to_first_token(ctr, id, || ctr.start(&launch))
+        self.same_answer(id, || self.node.ctr().start(&launch))
     }
 
     /// `ctr containers restore --live` and the first question.
-    fn restore_peer(&self, id: &str) -> Result<(Spoken, Duration)> {
+    fn restore_peer(&self, id: &str) -> Result<FirstWords> {
         let ctr = self.node.ctr();
-        llama::time_to_first_token(ctr, id, || {
+        self.same_answer(id, || {
             ctr.run(["containers", "restore", "--live", id, PEER_CHECKPOINT])?;
             netns::raise_loopback(ctr.init_pid(id)?)
         })
+    }
+
+    /// Starts a server and asks it. An answer that differs from the first server's ends the demo.
+    fn same_answer(&self, id: &str, start: impl FnOnce() -> Result<()>) -> Result<FirstWords> {
+        let words = llama::first_words(self.node.ctr(), id, start)?;
+        let (answer, expected) = (&words.spoken.text, &self.report.answer);
+        if !expected.is_empty() && answer != expected {
+            bail!("container {id} answered {answer:?}, the cold-started server had answered {expected:?}");
+        }
+        Ok(words)
     }
 
     fn shown(&self, plugins: Plugins, image: &str, id: &str) -> Result<String> {
@@ -316,18 +317,5 @@ impl Story {
             megabytes(capture.pages_image_bytes),
         );
         Ok(capture)
-    }
-
-    /// A different answer is a failure of the restore, and the end of the demo.
-    fn compare(&mut self, id: &str, spoken: &Spoken) -> Result<()> {
-        if spoken.text != self.report.answer {
-            self.report.answers_equal = false;
-            bail!(
-                "container {id} answered {:?}, the cold-started server had answered {:?}",
-                spoken.text,
-                self.report.answer
-            );
-        }
-        Ok(())
     }
 }
