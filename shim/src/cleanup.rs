@@ -43,7 +43,7 @@ pub async fn after_dead_shim(
         Ok(spec) => spec.cgroups_path().into_iter().for_each(|path| cgroup::remove_leftovers(path, id)),
         Err(error) => report(&error),
     }
-    unmount_below(&bundle.join("rootfs")).unwrap_or_else(|error| report(&error));
+    unmount_below(bundle).unwrap_or_else(|error| report(&error));
     let pid = read_pid(&bundle.join(INIT_PID_FILE)).unwrap_or_default();
     DeleteResponse {
         pid: u32::try_from(pid).unwrap_or_default(),

@@ -38,8 +38,6 @@ pub struct Container {
     pub id: String,
     /// Its bundle directory.
     pub bundle: PathBuf,
-    /// Its root filesystem, if the shim mounted one.
-    pub rootfs: PathBuf,
     /// Its runtime options.
     pub options: Options,
     /// The runtime with these options.
@@ -69,8 +67,6 @@ pub struct NewContainer {
     pub id: String,
     /// See [`Container::bundle`].
     pub bundle: PathBuf,
-    /// See [`Container::rootfs`].
-    pub rootfs: PathBuf,
     /// See [`Container::options`].
     pub options: Options,
     /// See [`Container::init`].
@@ -84,7 +80,7 @@ pub struct NewContainer {
 impl Container {
     /// A container that does not run yet.
     pub fn new(host: Host, new: NewContainer) -> Self {
-        let NewContainer { id, bundle, rootfs, options, init, shares_pid_namespace, has_own_network } = new;
+        let NewContainer { id, bundle, options, init, shares_pid_namespace, has_own_network } = new;
         let runc = Runc::new(
             &options.binary_name,
             &options.root,
@@ -95,7 +91,6 @@ impl Container {
         Self {
             id,
             bundle,
-            rootfs,
             options,
             runc,
             host,

@@ -75,7 +75,6 @@ async fn create_in(
         NewContainer {
             id: request.id.clone(),
             bundle,
-            rootfs: rootfs.to_owned(),
             options,
             init: Process::new("", stdio),
             shares_pid_namespace: spec.namespace("pid") != Namespace::Own,
@@ -87,7 +86,7 @@ async fn create_in(
     // Held until TaskCreate is published: an exit that comes earlier waits for it.
     let transition = container.init.transition.lock().await;
     let began = Instant::now();
-    let pending = decide_restore(&container, spec, &request).await?;
+    let pending = decide_restore(&container, rootfs, spec, &request).await?;
     container.timings().record("decide", began);
     match pending {
         Some(plan) => {
@@ -103,6 +102,7 @@ async fn create_in(
 
 async fn decide_restore(
     container: &Container,
+    mounted: &Path,
     spec: Spec,
     request: &CreateTaskRequest,
 ) -> Result<Option<Plan>, TaskError> {
@@ -116,7 +116,7 @@ async fn decide_restore(
         }
         None => RestoreMode::default(),
     };
-    let rootfs = spec.rootfs().unwrap_or_else(|| container.rootfs.clone());
+    let rootfs = spec.rootfs().unwrap_or_else(|| mounted.to_owned());
     // It may hash a payload of many gigabytes.
     let decision = tokio::task::spawn_blocking(move || decide(&rootfs, spec.document(), mode));
     match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {

@@ -43,9 +43,9 @@ pub async fn delete_container(container: &Arc<Container>) -> Result<DeleteRespon
         Err(error) if error.no_such_container() => {}
         result => result?,
     }
-    let rootfs = container.rootfs.clone();
+    let bundle = container.bundle.clone();
     // It waits for a mount that is in use.
-    let unmounted = tokio::task::spawn_blocking(move || unmount_below(&rootfs)).await;
+    let unmounted = tokio::task::spawn_blocking(move || unmount_below(&bundle)).await;
     unmounted.map_err(|error| TaskError::Other(format!("unmounting died: {error}")))??;
     let response = response(init);
     container.host.events.publish(TaskDelete {

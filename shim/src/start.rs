@@ -14,6 +14,7 @@ use crate::container::{Container, read_pid};
 use crate::create::{Streams, connect_streams, create_cold};
 use crate::error::TaskError;
 use crate::exit::begin_init;
+use crate::mount::unmount_below;
 use crate::network::bring_up_loopback;
 use crate::reaper::Exit;
 use crate::restore::Plan;
@@ -140,6 +141,10 @@ async fn discard_failed_restore(container: &Container) {
     container.init.copies.lock().await.renew().await;
     *container.init.console() = None;
     if let Err(error) = container.runc.delete(&container.id, true).await {
+        warn!("container {}: after a failed restore: {error}", container.id);
+    }
+    // CRIU mounts its view of the cgroups there, and leaves it when it fails early.
+    if let Err(error) = unmount_below(&container.bundle.join(RESTORE_WORK_DIR)) {
         warn!("container {}: after a failed restore: {error}", container.id);
     }
 }

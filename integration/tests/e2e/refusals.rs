@@ -36,6 +36,8 @@ fn refused_or_cold(
     for reason in reasons {
         ensure!(said.contains(reason), "expected {reason:?} in: {said}");
     }
+    // There is a task if the refusal came as late as at its start.
+    let _ = node.ctr().output(["tasks", "rm", "required"])?;
     let _ = node.ctr().output(["containers", "rm", "required"])?;
 
     let events = node.logs().join("events.log");
@@ -163,17 +165,46 @@ fn a_capsule_that_misses_an_image_is_refused() {
     });
 }
 
-/// Removes every file below `directory` whose name begins with `start`; `removed` gets their names.
-fn remove_images(directory: &Path, start: &str, removed: &mut Vec<String>) -> Result<()> {
+#[test]
+#[ignore = "needs the test node: make test"]
+fn what_criu_refuses_is_said_in_its_words() {
+    story("what_criu_refuses_is_said_in_its_words", COLDSNAP, |node| {
+        make_capsule(node, "block", &[])?;
+        node.ctr().start(&capsule_container("r1"))?;
+        node.ctr().remove("r1")?;
+        // Right in size and name, so that nobody before CRIU can see it.
+        let cores = files_below(Path::new("/var/lib/coldsnap/snapshotter"), "core-")?;
+        ensure!(!cores.is_empty(), "no CRIU image in any snapshot");
+        for core in cores {
+            let length = fs::metadata(&core)?.len().saturating_sub(8);
+            fs::File::options()
+                .write(true)
+                .open(&core)?
+                .write_all_at(&vec![0xff; usize::try_from(length)?], 8)?;
+        }
+        refused_or_cold(node, capsule_container, &["Error (criu/"])
+    });
+}
+
+/// Every file below `directory` whose name begins with `start`.
+fn files_below(directory: &Path, start: &str) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
-        let name = entry.file_name().to_string_lossy().into_owned();
         if entry.file_type()?.is_dir() {
-            remove_images(&entry.path(), start, removed)?;
-        } else if name.starts_with(start) {
-            fs::remove_file(entry.path())?;
-            removed.push(name);
+            found.extend(files_below(&entry.path(), start)?);
+        } else if entry.file_name().to_string_lossy().starts_with(start) {
+            found.push(entry.path());
         }
+    }
+    Ok(found)
+}
+
+/// Removes every file below `directory` whose name begins with `start`; `removed` gets their names.
+fn remove_images(directory: &Path, start: &str, removed: &mut Vec<String>) -> Result<()> {
+    for file in files_below(directory, start)? {
+        fs::remove_file(&file)?;
+        removed.extend(file.file_name().map(|name| name.to_string_lossy().into_owned()));
     }
     Ok(())
 }

@@ -1,5 +1,7 @@
 //! The shim's binary with a fake OCI runtime (`fake-runc`) and a fake containerd: what clients rely on, without root.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests may panic, as tests do")]
+
 mod harness;
 
 use std::path::Path;
