@@ -4,7 +4,7 @@ NODE := integration/node/node.sh
 # Cargo runs the end-to-end tests through this, so that they run in the test node.
 RUNNER := CARGO_TARGET_$(shell rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER="$(CURDIR)/$(NODE) run"
 
-.PHONY: help demo test unit e2e lint build node clean-node tools
+.PHONY: help demo test unit e2e lint build dist node clean-node tools
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,9 @@ lint: tools ## formatting, clippy and shellcheck
 
 build: tools ## release binaries in target/release
 	cargo build --release --workspace
+
+dist: tools ## the binaries to install on a node, in target/dist (slower to build, smaller in memory)
+	cargo build --profile dist -p coldsnap-cli -p coldsnap-shim -p coldsnap-snapshotter
 
 node: ## download and build the test node's root and model (target/node, about 1 GB, once)
 	$(NODE) prepare
