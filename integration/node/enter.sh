@@ -16,7 +16,9 @@ hierarchies() {
     echo " $at $at$path/$group"
   done </proc/self/cgroup
 }
-remove_groups() { find /sys/fs/cgroup -depth -type d -path "*/$group*" -exec rmdir {} + 2>/dev/null || true; }
+groups() { find /sys/fs/cgroup -depth -type d -path "*/$group*" "$@" 2>/dev/null || true; }
+# What was killed may need a moment to leave its group.
+remove_groups() { for _ in {1..20}; do groups -exec rmdir {} +; [ -n "$(groups)" ] || return 0; sleep 0.1; done; }
 
 if [ -z "${COLDSNAP_NODE_STAGE:-}" ]; then
   [ -e "$node/root/packages" ] || { echo "node: not prepared, run 'make node' first" >&2; exit 1; }
@@ -26,6 +28,7 @@ if [ -z "${COLDSNAP_NODE_STAGE:-}" ]; then
   rm -rf "$node/state" && mkdir -p "$node"/state/{upper,work,containerd,coldsnap}
   COLDSNAP_NODE_STAGE=group unshare --mount --pid --fork --kill-child --propagation private "$0" "$@" <&0 &
   trap 'kill -KILL $!' INT TERM && status=0 && wait $! || status=$?
+  wait || true # a signal ends the wait above before the node has ended
   remove_groups && exit "$status"
 elif [ "$COLDSNAP_NODE_STAGE" = group ]; then
   exec 9>&- # unshare holds the lock on, until everything in the node is gone
