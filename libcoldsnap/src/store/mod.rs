@@ -4,6 +4,7 @@
 //! <root>/model-payloads/sha256/<64hex>.pack                             0444
 //! <root>/model-payloads/sha256/<64hex>.pack.coldsnap-validation.json    0600
 //! <root>/model-payloads/sha256/.<64hex>.pack.lock                       0600, flock, never unlinked
+//! <root>/model-payloads/sha256/.<64hex>.pack.<pid>-<tid>.materializing  a payload that is being brought
 //! <root>/model-payloads/sha256/.unnamed.pack.<pid>-<tid>.materializing  a pack whose digest is not known yet
 //! <root>/leases/<64hex>.<owner hash>.lease.json                         0600
 //! ```
@@ -17,6 +18,7 @@ mod lease;
 mod lock;
 mod pack_writer;
 mod publish;
+mod stage;
 mod sweep;
 mod verify;
 
@@ -32,6 +34,7 @@ use crate::format::validation::{self, FileIdentity};
 pub use error::{AdmitError, StoreError};
 pub use lease::Lease;
 pub use publish::PublishedPack;
+pub use stage::{StagedPayload, Staging};
 pub use verify::{AdmittedPayload, Evidence, RecordKept};
 
 /// Free bytes that a write must leave by default.

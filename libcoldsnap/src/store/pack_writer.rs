@@ -19,7 +19,7 @@ const BUFFERS: usize = 4;
 /// Bytes that are copied and then hashed while they are in the second-level cache.
 const PIECE_BYTES: usize = 256 << 10;
 /// What O_DIRECT asks of addresses, offsets and lengths.
-const ALIGNMENT: usize = 4096;
+pub(super) const ALIGNMENT: usize = 4096;
 
 /// Reserves the file's blocks, so that a full disk is an error before anything is written. File systems that
 /// cannot do it are served without.
@@ -137,14 +137,15 @@ fn write_buffers(
 }
 
 /// A buffer at a multiple of 4096.
-struct AlignedBuffer {
+#[derive(Debug)]
+pub(super) struct AlignedBuffer {
     storage: Vec<u8>,
     start: usize,
     filled: usize,
 }
 
 impl AlignedBuffer {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let storage = vec![0; BUFFER_BYTES + ALIGNMENT];
         // The heap block does not move with the Vec.
         let start = storage.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
@@ -152,7 +153,7 @@ impl AlignedBuffer {
     }
 
     /// Takes as many bytes as fit and says how many.
-    fn append(&mut self, bytes: &[u8]) -> usize {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(BUFFER_BYTES - self.filled);
         let at = self.start + self.filled;
         self.storage[at..at + taken].copy_from_slice(&bytes[..taken]);
@@ -160,20 +161,20 @@ impl AlignedBuffer {
         taken
     }
 
-    fn last(&self, bytes: usize) -> &[u8] {
+    pub(super) fn last(&self, bytes: usize) -> &[u8] {
         let end = self.start + self.filled;
         &self.storage[end - bytes..end]
     }
 
-    fn filled(&self) -> &[u8] {
+    pub(super) fn filled(&self) -> &[u8] {
         &self.storage[self.start..self.start + self.filled]
     }
 
-    fn is_full(&self) -> bool {
+    pub(super) fn is_full(&self) -> bool {
         self.filled == BUFFER_BYTES
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.filled = 0;
     }
 }

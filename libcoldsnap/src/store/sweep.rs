@@ -1,11 +1,13 @@
 //! Removal of temporaries whose writer is gone.
 //!
 //! A temporary that belongs to a digest is written under the digest's lock: if the lock is free, its writer
-//! is gone. An unnamed staging file is locked itself as long as its writer lives.
+//! is gone. An unnamed staging file is locked itself as long as its writer lives. What an interrupted stager left of a
+//! payload stays a day, because the next stager goes on from there.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 use super::lock::try_flock;
 use super::{NodeStore, StoreError};
@@ -18,8 +20,12 @@ pub(super) const STAGING: &str = ".materializing";
 /// End of the name of a temporary of `durable`.
 const TEMPORARY: &str = ".tmp";
 
+/// How long the beginning of a payload is kept for the next stager.
+const RESUMABLE: Duration = Duration::from_secs(24 * 60 * 60);
+
 impl NodeStore {
-    /// Removes the temporaries of dead writers and says how many there were. Those of living writers stay.
+    /// Removes the temporaries of dead writers and says how many there were. Those of living writers stay, and the
+    /// beginnings of payloads that were written less than a day ago.
     ///
     /// # Errors
     /// When a directory cannot be read or a file not removed.
@@ -54,10 +60,16 @@ impl NodeStore {
             return Ok(false);
         };
         match self.try_lock(&digest)? {
+            Some(_lock) if name.ends_with(STAGING) && is_resumable(path) => Ok(false),
             Some(_lock) => remove(path),
             None => Ok(false),
         }
     }
+}
+
+fn is_resumable(path: &Path) -> bool {
+    let age = fs::symlink_metadata(path).and_then(|m| m.modified()).ok().and_then(|t| t.elapsed().ok());
+    age.is_some_and(|age| age < RESUMABLE)
 }
 
 fn remove(path: &Path) -> io::Result<bool> {

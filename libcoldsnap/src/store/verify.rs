@@ -22,7 +22,7 @@ use crate::format::native_manifest::BlobStat;
 use crate::format::validation::{self, FileIdentity, ValidationRecord};
 
 /// Reads fit the second-level cache, and are long enough that the page cache gets large folios.
-const READ_BYTES: usize = 256 << 10;
+pub(super) const READ_BYTES: usize = 256 << 10;
 /// How often a file is hashed again because only its ctime changed meanwhile (chmod, chown, a link).
 const ATTEMPTS: usize = 3;
 /// Older kernels stamp files with a clock that ticks this rarely; a change within the tick shows no new ctime.
