@@ -88,15 +88,21 @@ pub(crate) fn read<T>(
     document: &'static str,
     parse: impl FnOnce(&[u8]) -> Result<T, FormatError>,
 ) -> Result<T, DocumentError> {
-    let io = |source| DocumentError::Io { action: "read", path: path.to_owned(), source };
-    let format = |source| DocumentError::Format { path: path.to_owned(), source };
+    parse(&read_bytes(path, document)?)
+        .map_err(|source| DocumentError::Format { path: path.to_owned(), source })
+}
+
+/// Reads a whole document.
+pub(crate) fn read_bytes(path: &Path, document: &'static str) -> Result<Vec<u8>, DocumentError> {
     let mut bytes = Vec::new();
-    File::open(path).and_then(|f| f.take(MAX_DOCUMENT_BYTES + 1).read_to_end(&mut bytes)).map_err(io)?;
+    File::open(path)
+        .and_then(|f| f.take(MAX_DOCUMENT_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(|source| DocumentError::Io { action: "read", path: path.to_owned(), source })?;
     if bytes.len() as u64 > MAX_DOCUMENT_BYTES {
-        let problem = format!("larger than {MAX_DOCUMENT_BYTES} bytes");
-        return Err(format(FormatError::new(document, ".", problem)));
+        let source = FormatError::new(document, ".", format!("larger than {MAX_DOCUMENT_BYTES} bytes"));
+        return Err(DocumentError::Format { path: path.to_owned(), source });
     }
-    parse(&bytes).map_err(format)
+    Ok(bytes)
 }
 
 /// Writes a document durably with mode 0644.
