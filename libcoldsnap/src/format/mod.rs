@@ -11,6 +11,7 @@ pub mod descriptor;
 pub(crate) mod document;
 mod hex_fields;
 mod host_worker;
+pub mod json;
 pub mod native_manifest;
 pub mod overlay;
 pub mod pack;

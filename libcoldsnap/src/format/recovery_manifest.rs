@@ -11,11 +11,11 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::descriptor::is_clean_relative;
 use super::document::{self, DocumentError, FormatError};
 use super::hex_fields::plain_hex;
+use super::json::Json;
 use super::native_manifest::{
     self, BlobStat, Checksum, Entry, FORMAT, ManifestKind, NativeManifest, ResidualExtent,
 };
@@ -116,7 +116,7 @@ pub struct RecoveryManifest {
     pub residual_bytes: u64,
     pub model_weight_extents: Vec<RecoveryExtent>,
     #[serde(default)]
-    pub model_execution_state: Option<Value>,
+    pub model_execution_state: Option<Json>,
     pub residual_extents: Vec<ResidualExtent>,
     pub checksum: Checksum,
     pub entries: Vec<Entry>,
@@ -355,7 +355,7 @@ fn changed(what: &str, expected: &str, found: &str) -> LayoutError {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
