@@ -12,6 +12,7 @@ pub(crate) mod document;
 mod hex_fields;
 mod host_worker;
 pub mod json;
+mod manifest;
 pub mod native_manifest;
 pub mod overlay;
 pub mod pack;

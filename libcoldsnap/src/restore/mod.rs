@@ -21,7 +21,7 @@ use crate::digest::Digest;
 use crate::format::artifact::{Artifact, PayloadRequirement};
 use crate::store::{AdmitError, AdmittedPayload, NodeStore};
 
-pub use layout::LayoutMismatch;
+pub use layout::{LayoutMismatch, compare_images};
 pub use read_ahead::ReadAhead;
 
 /// What the annotation `coldsnap.io/restore` asks for.

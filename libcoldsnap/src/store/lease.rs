@@ -30,6 +30,20 @@ pub struct Lease {
     pub created_unix_ns: u64,
 }
 
+impl Lease {
+    /// Parses the lease in a file that is named after `digest`.
+    ///
+    /// # Errors
+    /// Names the field that is missing, unknown or wrong, or the trailing data.
+    pub fn parse(bytes: &[u8], digest: &Digest) -> Result<Self, FormatError> {
+        let lease: Self = document::parse(DOCUMENT, bytes)?;
+        if lease.digest != *digest {
+            return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
+        }
+        Ok(lease)
+    }
+}
+
 impl NodeStore {
     /// Leases an admitted payload for `owner`; a lease that exists stays as it is.
     ///
@@ -102,7 +116,8 @@ impl NodeStore {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
                 Err(e) => return Err(StoreError::io("read the lease", &path)(e)),
             };
-            let lease = parse(&bytes, &digest).map_err(|source| StoreError::BadLease { path, source })?;
+            let lease =
+                Lease::parse(&bytes, &digest).map_err(|source| StoreError::BadLease { path, source })?;
             leases.push(lease);
         }
         leases.sort_by(|a, b| (a.digest, &a.owner).cmp(&(b.digest, &b.owner)));
@@ -122,14 +137,6 @@ impl NodeStore {
             })
             .collect())
     }
-}
-
-fn parse(bytes: &[u8], digest: &Digest) -> Result<Lease, FormatError> {
-    let lease: Lease = document::parse(DOCUMENT, bytes)?;
-    if lease.digest != *digest {
-        return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
-    }
-    Ok(lease)
 }
 
 /// An owner may hold any character; its name in a file name is a hash.
