@@ -59,7 +59,7 @@ fn main() -> ExitCode {
         Command::Capture(args) => capture::run(args, &cli.store, &output),
         Command::Inspect(args) => inspect::run(args, &cli.store, &output),
         Command::Verify(args) => verify::run(args, &output),
-        Command::Check(args) => check::run(args, &output),
+        Command::Check(args) => check::run(args, &cli.store, &output),
         Command::Payload(args) => payload::run(args, &cli.store, &output),
         Command::Doctor(args) => doctor::run(args, &cli.store, &output),
         Command::Capabilities => capabilities::run(&output),
