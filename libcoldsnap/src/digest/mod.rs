@@ -3,6 +3,7 @@
 //! A payload path is always derived from a digest and never read from a manifest, so that no
 //! manifest can point a restore at another file.
 
+pub(crate) mod lanes;
 mod sha256;
 #[cfg(target_arch = "x86_64")]
 mod sha_ni;

@@ -75,8 +75,8 @@ impl Sha256 {
         Digest::from_bytes(digest)
     }
 
+    #[expect(clippy::cast_possible_truncation, reason = "it is below 64")]
     const fn partial_len(&self) -> usize {
-        // Below 64 in any case.
         (self.len % BLOCK as u64) as usize
     }
 
