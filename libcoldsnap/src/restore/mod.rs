@@ -329,10 +329,11 @@ fn admit_payloads(
     required: &[PayloadRequirement],
     refusals: &mut Vec<Refusal>,
 ) -> Vec<(String, AdmittedPayload)> {
+    let wanted: Vec<_> = required.iter().map(|payload| (payload.digest, Some(payload.bytes))).collect();
     let mut admitted = Vec::new();
-    for payload in required {
-        let PayloadRequirement { worker, digest, bytes } = payload;
-        let source = match live.store.admit(digest, Some(*bytes), &mut |_| {}) {
+    for (payload, admission) in required.iter().zip(live.store.admit_all(&wanted, &mut |_| {})) {
+        let PayloadRequirement { worker, digest, .. } = payload;
+        let source = match admission {
             Ok(payload) => payload,
             Err(AdmitError::NotFound { .. }) => {
                 refusals.push(Refusal::MissingPayload { worker: worker.clone(), digest: *digest });
