@@ -1,26 +1,10 @@
-//! `coldsnap payload`: the payloads of this node's store.
+//! `coldsnap payload ls`.
 
-use std::path::Path;
-
-use clap::Subcommand;
 use coldsnap::digest::Digest;
 use coldsnap::store::{NodeStore, PayloadInfo, PayloadState};
 use serde::Serialize;
 
 use crate::output::{CliError, Output};
-
-/// Model payloads in the node store.
-#[derive(Debug, clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-enum Command {
-    /// List them: size, whether the validation record holds, number of leases.
-    Ls,
-}
 
 #[derive(Serialize)]
 struct Listing {
@@ -44,13 +28,7 @@ struct Row {
 ///
 /// # Errors
 /// When the store cannot be read.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    match args.command {
-        Command::Ls => list(&NodeStore::at(store), output),
-    }
-}
-
-fn list(store: &NodeStore, output: &Output) -> Result<(), CliError> {
+pub fn run(store: &NodeStore, output: &Output) -> Result<(), CliError> {
     let payloads = store.list()?.into_iter().map(Row::from).collect();
     let listing = Listing { store: store.root().display().to_string(), payloads };
     output.result(&listing, || listing.text())
