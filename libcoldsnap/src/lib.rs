@@ -6,6 +6,7 @@
 pub mod capsule;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod criu;
 pub mod digest;
 pub mod durable;
@@ -14,4 +15,5 @@ pub mod format;
 pub mod inspect;
 pub mod mapped_file;
 pub mod restore;
+pub mod source;
 pub mod store;

@@ -4,10 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use coldsnap::check::{Checked, Options, check};
-use coldsnap::store::NodeStore;
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Check a document, pack, worker directory or capsule: every rule of its format, and the digests and checksums of the
@@ -38,9 +38,9 @@ struct Report<'a> {
 ///
 /// # Errors
 /// The first rule that does not hold, by its kind.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let started = Instant::now();
-    let store = NodeStore::at(store);
+    let store = node.store();
     let options =
         Options { pack: args.pack.as_deref(), residual: args.residual.as_deref(), store: Some(&store) };
     let mut bar = None;

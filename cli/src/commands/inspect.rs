@@ -8,13 +8,13 @@ use coldsnap::capsule;
 use coldsnap::capture::layer::{read_layer, read_tree};
 use coldsnap::check::{Document, Summary};
 use coldsnap::inspect::{CapsuleFiles, Inspection, inspect};
-use coldsnap::store::NodeStore;
 
 use serde::Serialize;
 
 use super::capture::image::BaseImage;
 use super::check::summary_lines;
 use crate::containerd::{Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Describe a capsule: snapshot driver, workers, payloads and whether they are here, sizes, and what a restore needs
@@ -37,7 +37,7 @@ pub struct Args {
 ///
 /// # Errors
 /// When there is no such capsule or it is malformed.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let path = Path::new(&args.capsule);
     if let Some((path, summary)) = single(path)? {
         let report = Described { path, summary };
@@ -53,7 +53,7 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
         let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
         runtime.block_on(image(&args)).map_err(|e| CliError::new("Containerd", e))?
     };
-    let found = inspect(&files, &NodeStore::at(store))
+    let found = inspect(&files, &node.store())
         .map_err(|e| CliError::new("NotACapsule", format!("{}: {e}", args.capsule)))?;
     output.result(&found, || text(&found))
 }
