@@ -9,6 +9,7 @@ mod guests;
 mod refusals;
 mod restarts;
 mod restore;
+mod workers;
 
 use std::path::Path;
 use std::sync::OnceLock;
