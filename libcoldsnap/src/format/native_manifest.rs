@@ -12,10 +12,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::document::{self, DocumentError, FormatError};
 use super::hex_fields::{crc_hex, nullable, plain_hex};
+use super::json::Json;
 use super::pack::{ExtentSum, PackLayout};
 use super::residual::ResidualLayout;
 use crate::digest::Digest;
@@ -212,7 +212,7 @@ pub struct NativeManifest {
     pub model_weight_extents: Vec<ModelExtent>,
     /// Opaque to us; kept as it is.
     #[serde(with = "nullable")]
-    pub model_execution_state: Option<Value>,
+    pub model_execution_state: Option<Json>,
     pub residual_extents: Vec<ResidualExtent>,
     pub direct_io: bool,
     pub write_io_mode: String,
@@ -431,7 +431,7 @@ fn check_placement(
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 

@@ -8,13 +8,14 @@
 //! the extent.
 
 use std::collections::HashMap;
-use std::path::{Component, Path};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
+use super::descriptor::is_clean_relative;
 use super::document::{self, DocumentError, FormatError};
 use super::hex_fields::plain_hex;
+use super::json::Json;
 use super::native_manifest::{
     self, BlobStat, Checksum, Entry, FORMAT, ManifestKind, NativeManifest, ResidualExtent,
 };
@@ -115,7 +116,7 @@ pub struct RecoveryManifest {
     pub residual_bytes: u64,
     pub model_weight_extents: Vec<RecoveryExtent>,
     #[serde(default)]
-    pub model_execution_state: Option<Value>,
+    pub model_execution_state: Option<Json>,
     pub residual_extents: Vec<ResidualExtent>,
     pub checksum: Checksum,
     pub entries: Vec<Entry>,
@@ -339,18 +340,6 @@ impl RecoveryManifest {
     }
 }
 
-/// Whether a path is relative, not empty, and free of `.`, `..` and doubled or trailing slashes.
-pub(super) fn is_clean_relative(path: &str) -> bool {
-    let rebuilt: Option<Vec<&str>> = Path::new(path)
-        .components()
-        .map(|c| match c {
-            Component::Normal(name) => name.to_str(),
-            _ => None,
-        })
-        .collect();
-    !path.is_empty() && !path.contains('\0') && rebuilt.is_some_and(|parts| parts.join("/") == path)
-}
-
 fn first_difference<T: PartialEq + std::fmt::Debug>(expected: &[T], found: &[T]) -> Option<(String, String)> {
     let show = |item: Option<&T>| item.map_or_else(|| "nothing".to_owned(), |item| format!("{item:?}"));
     (0..expected.len().max(found.len()))
@@ -366,7 +355,7 @@ fn changed(what: &str, expected: &str, found: &str) -> LayoutError {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -465,15 +454,5 @@ mod tests {
         let list = vec![source_of(known), source_of(known)];
         assert!(RecoveryManifest::from_native(&native, source(), list).is_err());
         assert!(RecoveryManifest::from_native(&native, None, vec![]).is_err());
-    }
-
-    #[test]
-    fn clean_paths() {
-        for good in ["a", "a/b.c", "model-00001-of-00002.safetensors"] {
-            assert!(is_clean_relative(good), "{good}");
-        }
-        for bad in ["", "/a", "a/", "a//b", "./a", "a/.", "a/../b", "..", "a\0b"] {
-            assert!(!is_clean_relative(bad), "{bad}");
-        }
     }
 }
