@@ -48,6 +48,7 @@ from_library!(
     coldsnap::check::CheckError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::overlay::OverlayError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
 );

@@ -13,5 +13,7 @@ pub mod extent;
 pub mod format;
 pub mod inspect;
 pub mod mapped_file;
+pub mod node;
+pub mod overlay;
 pub mod restore;
 pub mod store;
