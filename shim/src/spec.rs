@@ -78,6 +78,11 @@ impl Spec {
         &self.value
     }
 
+    /// The same, and nothing else of this value.
+    pub fn into_document(self) -> Value {
+        self.value
+    }
+
     /// The value of an annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.value.get("annotations")?.get(key)?.as_str()
