@@ -6,6 +6,7 @@
 mod cold;
 mod commands;
 mod guests;
+mod overlay;
 mod refusals;
 mod restarts;
 mod restore;
