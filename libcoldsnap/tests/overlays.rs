@@ -59,7 +59,10 @@ impl Node {
     fn stage(&self, artifact: &[u8]) -> NewOverlay {
         let captures = self.dir.path().join("store/captures");
         fs::create_dir_all(&captures).unwrap();
-        let new = NewOverlay::begin(tempfile::tempdir_in(captures).unwrap().keep().join("overlay"), self.dir.path());
+        let new = NewOverlay::begin(
+            tempfile::tempdir_in(captures).unwrap().keep().join("overlay"),
+            self.dir.path(),
+        );
         let new = new.unwrap();
         let capsule = new.capsule().join(capsule::CAPSULE_DIR);
         fs::create_dir_all(capsule.join("images")).unwrap();
@@ -183,8 +186,11 @@ fn every_single_binding_stands_against_the_overlay_and_is_named() {
         assert_eq!(chosen, None, "{field}");
         assert!(reasons.starts_with("cap-2: ") && reasons.contains(field), "{field} is not in: {reasons}");
         // The explanation says the same.
-        let unequal: Vec<&str> =
-            explain(&overlay, &node.portable(), Some(&here)).iter().filter(|b| !b.equal).map(|b| b.field).collect();
+        let unequal: Vec<&str> = explain(&overlay, &node.portable(), Some(&here))
+            .iter()
+            .filter(|b| !b.equal)
+            .map(|b| b.field)
+            .collect();
         assert_eq!(unequal, [field]);
     }
     assert!(explain(&overlay, &node.portable(), Some(&target())).iter().all(|b| b.equal));
@@ -228,9 +234,13 @@ fn what_another_user_could_have_written_is_never_used() {
     let node = Node::new();
     let directory = node.publish("cap-2", 5).directory().to_owned();
     let edits: [(&str, Edit, Edit); 4] = [
-        ("mode", |d| fs::set_permissions(d, fs::Permissions::from_mode(0o720)).unwrap(), |d| {
-            fs::set_permissions(d, fs::Permissions::from_mode(0o700)).unwrap();
-        }),
+        (
+            "mode",
+            |d| fs::set_permissions(d, fs::Permissions::from_mode(0o720)).unwrap(),
+            |d| {
+                fs::set_permissions(d, fs::Permissions::from_mode(0o700)).unwrap();
+            },
+        ),
         ("user 65534", |d| chown(d, Some(65534), None).unwrap(), |d| chown(d, Some(0), None).unwrap()),
         (
             "user 65534",

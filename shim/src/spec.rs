@@ -73,7 +73,6 @@ impl Spec {
         Ok(Self { path, value, changed: false })
     }
 
-
     /// The same, and nothing else of this value.
     pub fn into_document(self) -> Value {
         self.value

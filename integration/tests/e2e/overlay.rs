@@ -93,7 +93,10 @@ fn a_later_start_uses_the_overlay() {
         let leases = fs::read_dir("/var/lib/coldsnap/leases")?.count();
         ensure!(leases == 1, "{leases} leases: the overlay holds one on its payload");
         coldsnap::run(["overlay", "rm", id])?;
-        ensure!(guest::check(&start(node, &capsule_container("r4"))?)? == 2, "the portable capsule is used again");
+        ensure!(
+            guest::check(&start(node, &capsule_container("r4"))?)? == 2,
+            "the portable capsule is used again"
+        );
         ensure!(packs()? == 1, "the payload stays");
         Ok(())
     });
@@ -107,10 +110,13 @@ fn a_start_that_wants_no_overlay_gets_none() {
         let never = annotated(capsule_container("never"), "coldsnap.io/overlay=never");
         ensure!(guest::check(&start(node, &never)?)? == 2, "the portable capsule");
         ensure!(!has_file(node, "never")?);
-        let out = node.ctr().output(
-            annotated(capsule_container("odd"), "coldsnap.io/overlay=sometimes").arguments(true),
-        )?;
-        ensure!(!out.status.success() && String::from_utf8_lossy(&out.stderr).contains("sometimes"), "{out:?}");
+        let out = node
+            .ctr()
+            .output(annotated(capsule_container("odd"), "coldsnap.io/overlay=sometimes").arguments(true))?;
+        ensure!(
+            !out.status.success() && String::from_utf8_lossy(&out.stderr).contains("sometimes"),
+            "{out:?}"
+        );
         let _ = node.ctr().output(["containers", "rm", "odd"])?;
         // A cold start never has the overlay's files.
         let cold = annotated(capsule_container("cold"), "coldsnap.io/restore=never");
@@ -147,7 +153,8 @@ fn a_changed_binding_means_the_portable_capsule() {
         let explained = coldsnap::run(["overlay", "explain", CAPSULE])?;
         ensure!(explained["chosen"].is_null(), "{explained}");
         let bindings = explained["overlays"][0]["bindings"].as_array().context("bindings")?;
-        let unequal: Vec<&Value> = bindings.iter().filter(|b| b["equal"] == false).map(|b| &b["field"]).collect();
+        let unequal: Vec<&Value> =
+            bindings.iter().filter(|b| b["equal"] == false).map(|b| &b["field"]).collect();
         ensure!(unequal == ["target.versions.kernel", "target.versions.criu"], "{unequal:?}");
         fs::write(&document, &original)?;
         ensure!(guest::check(&start(node, &capsule_container("r3"))?)? == 5);
