@@ -6,6 +6,7 @@
 pub mod capsule;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod criu;
 pub mod digest;
 pub mod durable;
@@ -16,4 +17,5 @@ pub mod mapped_file;
 pub mod node;
 pub mod overlay;
 pub mod restore;
+pub mod source;
 pub mod store;

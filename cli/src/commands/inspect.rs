@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use coldsnap::capsule;
 use coldsnap::capture::layer::{read_layer, read_tree};
 use coldsnap::inspect::{CapsuleFiles, Inspection, inspect};
-use coldsnap::store::NodeStore;
 
 use super::capture::image::BaseImage;
 use crate::containerd::{Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Describe a capsule: snapshot driver, workers, payloads and whether they are here, sizes, and what a restore needs
@@ -33,7 +33,7 @@ pub struct Args {
 ///
 /// # Errors
 /// When there is no such capsule or it is malformed.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let path = Path::new(&args.capsule);
     let files = if path.is_dir() {
         directory(path).map_err(|e| CliError::new("Io", format!("cannot read {}: {e}", path.display())))?
@@ -45,7 +45,7 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
         };
         runtime.block_on(files).map_err(|e| CliError::new("Containerd", e))?
     };
-    let found = inspect(&files, &NodeStore::at(store))
+    let found = inspect(&files, &node.store())
         .map_err(|e| CliError::new("NotACapsule", format!("{}: {e}", args.capsule)))?;
     output.result(&found, || text(&found))
 }

@@ -14,6 +14,7 @@ use serde::Serialize;
 use super::capture::image::BaseImage;
 use super::overlay::{Client, portable_of_image};
 use crate::containerd::{Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Remove a capsule from this node: its image, its overlays and their leases. Payloads stay, because others may use them;
@@ -67,9 +68,9 @@ struct PayloadRow {
 /// # Errors
 /// There is no such capsule, a container uses it, or a removal failed: the message says of what, the rest is done by the
 /// same command again.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-    let report = runtime.block_on(remove(&args, &NodeStore::at(store)))?;
+    let report = runtime.block_on(remove(&args, &node.store()))?;
     output.result(&report, || report.text())
 }
 

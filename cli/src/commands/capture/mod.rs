@@ -6,7 +6,7 @@ mod spec;
 mod staging;
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use coldsnap::capture::checkpoint::CheckpointError;
@@ -19,6 +19,7 @@ use coldsnap::store::{NodeStore, StoreError};
 use serde::Serialize;
 
 use crate::containerd::ContainerdError;
+use crate::node::Node;
 use crate::output::{CliError, Output};
 use image::{ProcessConfig, Target};
 use job::{Job, Request, interrupted};
@@ -138,8 +139,8 @@ impl CaptureCommandError {
 ///
 /// # Errors
 /// See [`CaptureCommandError`]; the container is as it was, and nothing half made is left.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    let store = NodeStore::open(store)?;
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
+    let store = node.open_store()?;
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
     let captured = runtime.block_on(capture_container(args, store, *output));
     // A capture that a signal interrupted may still compute; the process ends anyway.

@@ -1,12 +1,12 @@
 //! `coldsnap overlay create`: captures a restored container again and keeps the result on this node.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use coldsnap::capture::run::CaptureReport;
 use coldsnap::capture::scope::MappingScope;
-use coldsnap::node::{self, ToolVersions};
+use coldsnap::node::{ToolVersions, target};
 use coldsnap::overlay::mount::with_upper;
 use coldsnap::overlay::{NewOverlay, OverlayError, Published, publish};
 use coldsnap::store::NodeStore;
@@ -16,6 +16,7 @@ use serde::Serialize;
 use super::Client;
 use crate::commands::capture::CaptureCommandError;
 use crate::commands::capture::job::{Job, Request, interrupted, off_the_async_threads};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 use crate::tools;
 
@@ -63,8 +64,8 @@ struct Created {
 ///
 /// # Errors
 /// See [`CaptureCommandError`]; the container is as it was, and nothing half made is left.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    let store = NodeStore::open(store)?;
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
+    let store = node.open_store()?;
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
     let created = runtime.block_on(create(args, store, *output));
     runtime.shutdown_background();
@@ -108,7 +109,7 @@ async fn finish(job: &mut Job, began: Instant) -> Result<Created, CaptureCommand
     let runtime = job.runtime_binary();
     let tools = move || Ok(ToolVersions { criu: tools::version("criu"), runc: tools::version(&runtime) });
     // Before anything is stopped: without them nothing can be bound.
-    let target = node::target(&off_the_async_threads(tools).await?)?;
+    let target = target(&off_the_async_threads(tools).await?)?;
 
     let dumped = job.dump().await?;
     let portable = dumped.portable.ok_or(OverlayError::NoCapsule)?;

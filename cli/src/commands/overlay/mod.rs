@@ -14,6 +14,7 @@ use serde::Serialize;
 
 use super::inspect;
 use crate::containerd::{Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Capsules that were captured again on this node after a restore: later starts of the same image use the newest one
@@ -66,12 +67,12 @@ impl Client {
 ///
 /// # Errors
 /// See [`OverlayError`] and the commands.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
-        Command::Create(args) => create::run(args, store, output),
-        Command::Ls => ls::run(&NodeStore::at(store), output),
-        Command::Explain(args) => explain::run(&args, &NodeStore::at(store), output),
-        Command::Rm(args) => remove(&args, &NodeStore::at(store), output),
+        Command::Create(args) => create::run(args, node, output),
+        Command::Ls => ls::run(&node.store(), output),
+        Command::Explain(args) => explain::run(&args, &node.store(), output),
+        Command::Rm(args) => remove(&args, &node.store(), output),
     }
 }
 

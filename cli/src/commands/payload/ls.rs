@@ -1,26 +1,11 @@
-//! `coldsnap payload`: the payloads of this node's store.
+//! `coldsnap payload ls`.
 
-use std::path::Path;
-
-use clap::Subcommand;
 use coldsnap::digest::Digest;
 use coldsnap::store::{NodeStore, PayloadInfo, PayloadState};
 use serde::Serialize;
 
+use super::time;
 use crate::output::{CliError, Output};
-
-/// Model payloads in the node store.
-#[derive(Debug, clap::Args)]
-pub struct Args {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Debug, Subcommand)]
-enum Command {
-    /// List them: size, whether the validation record holds, number of leases.
-    Ls,
-}
 
 #[derive(Serialize)]
 struct Listing {
@@ -38,19 +23,16 @@ struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
     leases: usize,
+    pinned: bool,
+    /// last lease taken or given back, else when it came
+    last_used_unix_ns: u64,
 }
 
 /// Runs the command.
 ///
 /// # Errors
 /// When the store cannot be read.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    match args.command {
-        Command::Ls => list(&NodeStore::at(store), output),
-    }
-}
-
-fn list(store: &NodeStore, output: &Output) -> Result<(), CliError> {
+pub fn run(store: &NodeStore, output: &Output) -> Result<(), CliError> {
     let payloads = store.list()?.into_iter().map(Row::from).collect();
     let listing = Listing { store: store.root().display().to_string(), payloads };
     output.result(&listing, || listing.text())
@@ -64,7 +46,8 @@ impl From<PayloadInfo> for Row {
             PayloadState::Unusable(reason) => ("unusable", Some(reason)),
         };
         let path = info.path.display().to_string();
-        Self { digest: info.digest, path, bytes: info.bytes, state, reason, leases: info.leases }
+        let PayloadInfo { digest, bytes, leases, pinned, last_used_unix_ns, .. } = info;
+        Self { digest, path, bytes, state, reason, leases, pinned, last_used_unix_ns }
     }
 }
 
@@ -73,14 +56,19 @@ impl Listing {
         if self.payloads.is_empty() {
             return format!("no payloads in {}", self.store);
         }
-        let header = format!("{:<71}  {:>14}  {:>6}  STATE", "DIGEST", "BYTES", "LEASES");
+        let header = format!(
+            "{:<71}  {:>14}  {:>6}  {:<6}  {:<20}  STATE",
+            "DIGEST", "BYTES", "LEASES", "PINNED", "LAST USED"
+        );
         let rows = self.payloads.iter().map(|row| {
             let reason = row.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
             format!(
-                "{:<71}  {:>14}  {:>6}  {}{reason}",
+                "{:<71}  {:>14}  {:>6}  {:<6}  {:<20}  {}{reason}",
                 row.digest.to_string(),
                 row.bytes,
                 row.leases,
+                if row.pinned { "yes" } else { "no" },
+                time(row.last_used_unix_ns),
                 row.state
             )
         });

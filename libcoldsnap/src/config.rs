@@ -1,0 +1,342 @@
+//! The node's configuration: `/etc/coldsnap/config.toml`, read by every part of ColdSnap on the node.
+//!
+//! Strict: an unknown key, a wrong type or a value out of its range is an error that names file and key. A file that
+//! is not there is the default configuration; nothing is mandatory.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Deserializer, de};
+
+use crate::store::{DEFAULT_RESERVE, NodeStore, Watermark, Watermarks};
+
+/// Where the configuration is when nothing else is said.
+pub const DEFAULT_PATH: &str = "/etc/coldsnap/config.toml";
+
+/// The whole file.
+#[derive(Debug, Clone, PartialEq, Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// `[store]`
+    pub store: StoreConfig,
+    /// `[staging]`
+    pub staging: StagingConfig,
+    /// `[materialize]`
+    pub materialize: MaterializeConfig,
+    /// `[[sources]]`, tried in this order.
+    pub sources: Vec<SourceConfig>,
+}
+
+/// `[store]`: the node store.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StoreConfig {
+    /// Its directory.
+    pub root: PathBuf,
+    /// Free bytes that a write must leave on the file system.
+    pub reserve: Bytes,
+    /// Bytes of payloads, or percent of the file system in use (`"85%"`), above which the least recently leased ones
+    /// are evicted; none for never.
+    pub high_watermark: Option<Watermark>,
+    /// Down to this is evicted; below `high_watermark`, in the same unit.
+    pub low_watermark: Option<Watermark>,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self {
+            root: NodeStore::DEFAULT_ROOT.into(),
+            reserve: Bytes(DEFAULT_RESERVE),
+            high_watermark: None,
+            low_watermark: None,
+        }
+    }
+}
+
+/// `[staging]`: how payloads are brought to the node.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct StagingConfig {
+    /// Bytes per second; none for no limit.
+    pub bandwidth_limit: Option<Bytes>,
+}
+
+/// `[materialize]`: rebuilding payloads from the pinned checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct MaterializeConfig {
+    /// When; none for the engine's default.
+    pub mode: Option<MaterializeMode>,
+}
+
+/// When a missing payload is rebuilt from the pinned checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MaterializeMode {
+    /// Never.
+    Off,
+    /// In the background, for the next start.
+    Async,
+    /// Before the restore.
+    Required,
+}
+
+/// `[[sources]]`: one place that may have payloads.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
+pub enum SourceConfig {
+    /// A directory or mounted share that holds `model-payloads/sha256/<64hex>.pack`.
+    Directory {
+        /// It.
+        path: PathBuf,
+    },
+    /// A Hugging Face repository at a pinned commit.
+    HuggingFace {
+        /// `owner/name`
+        repository: String,
+        /// Commit, 40 hex digits.
+        revision: String,
+        /// Address of the hub; the public one when absent.
+        endpoint: Option<String>,
+        /// File that holds the access token.
+        token_file: Option<PathBuf>,
+    },
+    /// A repository of an OCI registry.
+    Oci {
+        /// `host[:port]/name`
+        repository: String,
+        /// Speak HTTP without TLS.
+        #[serde(default)]
+        plain_http: bool,
+        /// File with credentials in the form of Docker's `config.json`.
+        credentials_file: Option<PathBuf>,
+    },
+}
+
+/// A number of bytes: an integer, or text with a unit (`"800MB"`, `"1.5 GiB"`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Bytes(pub u64);
+
+impl std::str::FromStr for Bytes {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!("{text:?} is not a number of bytes: expected e.g. 1073741824, \"800MB\" or \"1.5GiB\"")
+        };
+        let text = text.trim();
+        let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(end);
+        let scale: u64 = match unit.trim() {
+            "" | "B" => 1,
+            "kB" | "KB" => 1000,
+            "MB" => 1000_u64.pow(2),
+            "GB" => 1000_u64.pow(3),
+            "TB" => 1000_u64.pow(4),
+            "KiB" => 1 << 10,
+            "MiB" => 1 << 20,
+            "GiB" => 1 << 30,
+            "TiB" => 1 << 40,
+            _ => return Err(wrong()),
+        };
+        if let Ok(whole) = number.parse::<u64>() {
+            return whole.checked_mul(scale).map(Self).ok_or_else(wrong);
+        }
+        let (whole, fraction) = number.split_once('.').ok_or_else(wrong)?;
+        let digits = u32::try_from(fraction.len()).ok().filter(|n| (1..=6).contains(n)).ok_or_else(wrong)?;
+        let whole: u64 = whole.parse().map_err(|_| wrong())?;
+        let fraction: u64 = fraction.parse().map_err(|_| wrong())?;
+        let part = u128::from(fraction) * u128::from(scale) / 10_u128.pow(digits);
+        let whole = whole.checked_mul(scale).ok_or_else(wrong)?;
+        u64::try_from(part).ok().and_then(|part| whole.checked_add(part)).map(Self).ok_or_else(wrong)
+    }
+}
+
+impl<'de> Deserialize<'de> for Bytes {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(
+            untagged,
+            expecting = "expected a number of bytes: an integer, or text with a unit as \"1.5GiB\""
+        )]
+        enum Form {
+            Number(u64),
+            Text(String),
+        }
+        match Form::deserialize(deserializer)? {
+            Form::Number(bytes) => Ok(Self(bytes)),
+            Form::Text(text) => text.parse().map_err(de::Error::custom),
+        }
+    }
+}
+
+/// The configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system answered.
+        source: io::Error,
+    },
+    /// The file is not as it must be.
+    #[error("the configuration {} is wrong: {problem}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, with line and key.
+        problem: String,
+    },
+}
+
+impl ConfigError {
+    /// The stable name of the kind of error.
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Io { .. } => "Io",
+            Self::Malformed { .. } => "Malformed",
+        }
+    }
+}
+
+impl Config {
+    /// Reads the file at `path`; the default configuration when it is not there.
+    ///
+    /// # Errors
+    /// When it cannot be read or breaks a rule.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        match fs::read_to_string(path) {
+            Ok(text) => Self::parse(path, &text),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Self::default()),
+            Err(source) => Err(ConfigError::Io { path: path.to_owned(), source }),
+        }
+    }
+
+    /// Parses a configuration; `path` names it in errors.
+    ///
+    /// # Errors
+    /// When it breaks a rule.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        let malformed = |problem: String| ConfigError::Malformed { path: path.to_owned(), problem };
+        let config: Self =
+            toml::from_str(text).map_err(|e| malformed(e.to_string().trim_end().to_owned()))?;
+        config.check().map_err(malformed)?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let root = &self.store.root;
+        if !root.is_absolute() {
+            return Err(format!("store.root: {} is not an absolute path", root.display()));
+        }
+        self.store.watermarks()?;
+        if self.staging.bandwidth_limit == Some(Bytes(0)) {
+            return Err("staging.bandwidth_limit: 0; leave it out for no limit".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The node store that this configuration describes; creates nothing.
+    pub fn node_store(&self) -> NodeStore {
+        self.store.at(&self.store.root)
+    }
+}
+
+impl StoreConfig {
+    /// The store at `root` with the limits of this configuration; creates nothing.
+    pub fn at(&self, root: &Path) -> NodeStore {
+        // They were checked when the file was read.
+        NodeStore::at(root).with_reserve(self.reserve.0).with_watermarks(self.watermarks().ok().flatten())
+    }
+
+    /// Both watermarks, or none.
+    ///
+    /// # Errors
+    /// When only one is set, or they do not go together.
+    pub fn watermarks(&self) -> Result<Option<Watermarks>, String> {
+        match (self.high_watermark, self.low_watermark) {
+            (None, None) => Ok(None),
+            (Some(high), Some(low)) => Watermarks::new(high, low)
+                .map(Some)
+                .map_err(|problem| format!("store.low_watermark: {problem}")),
+            _ => Err("store: high_watermark and low_watermark are set both or not at all".to_owned()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(Path::new("config.toml"), text).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn nothing_is_mandatory() {
+        assert_eq!(parse("").unwrap(), Config::default());
+        assert_eq!(Config::read(Path::new("/does/not/exist.toml")).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn every_key_is_understood() {
+        let config = parse(
+            r#"
+            [store]
+            root = "/srv/coldsnap"
+            reserve = 0
+            high_watermark = "1.5 TiB"
+            low_watermark = "800GB"
+            [staging]
+            bandwidth_limit = "100MB"
+            [materialize]
+            mode = "required"
+            [[sources]]
+            kind = "directory"
+            path = "/mnt/share"
+            [[sources]]
+            kind = "huggingface"
+            repository = "owner/name"
+            revision = "0123456789012345678901234567890123456789"
+            token_file = "/etc/coldsnap/token"
+            [[sources]]
+            kind = "oci"
+            repository = "registry.example/payloads"
+            plain_http = true
+            "#,
+        )
+        .unwrap();
+        assert_eq!(config.store.high_watermark, Some(Watermark::Bytes(3 << 39)));
+        assert_eq!(config.store.low_watermark, Some(Watermark::Bytes(800_000_000_000)));
+        assert_eq!(config.staging.bandwidth_limit, Some(Bytes(100_000_000)));
+        assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
+        assert_eq!(config.sources.len(), 3);
+        assert_eq!(config.node_store().root(), Path::new("/srv/coldsnap"));
+    }
+
+    #[test]
+    fn errors_name_file_and_key() {
+        for (text, expected) in [
+            ("[store]\nroots = \"/x\"", "roots"),
+            ("[stores]", "stores"),
+            ("[store]\nroot = \"x\"", "store.root"),
+            ("[store]\nreserve = \"1 parsec\"", "parsec"),
+            ("[store]\nreserve = -1", "reserve"),
+            ("[store]\nhigh_watermark = 5", "low_watermark"),
+            ("[store]\nhigh_watermark = 5\nlow_watermark = 5", "store.low_watermark"),
+            ("[store]\nhigh_watermark = \"90%\"\nlow_watermark = 5", "both in percent"),
+            ("[store]\nhigh_watermark = \"101%\"\nlow_watermark = \"5%\"", "101%"),
+            ("[materialize]\nmode = \"sometimes\"", "sometimes"),
+            ("[[sources]]\nkind = \"ftp\"", "ftp"),
+            ("[[sources]]\nkind = \"directory\"", "path"),
+            ("[[sources]]\nkind = \"directory\"\npath = \"/x\"\nuser = \"y\"", "user"),
+            ("[staging]\nbandwidth_limit = 0", "staging.bandwidth_limit"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains("config.toml") && error.contains(expected), "{text}: {error}");
+        }
+    }
+}
