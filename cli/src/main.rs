@@ -15,7 +15,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use coldsnap::config::DEFAULT_PATH;
 
-use crate::commands::{capabilities, capture, check, doctor, inspect, payload, verify};
+use crate::commands::{capabilities, capture, check, doctor, inspect, overlay, payload, rm, verify};
 use crate::node::Node;
 use crate::output::Output;
 
@@ -43,6 +43,8 @@ enum Command {
     Verify(verify::Args),
     Check(check::Args),
     Payload(payload::Args),
+    Overlay(overlay::Args),
+    Rm(rm::Args),
     Doctor(doctor::Args),
     /// Print what this build can do.
     Capabilities,
@@ -67,6 +69,8 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::run(args, &output),
         Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
         Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
+        Command::Overlay(args) => node().and_then(|node| overlay::run(args, &node, &output)),
+        Command::Rm(args) => node().and_then(|node| rm::run(args, &node, &output)),
         Command::Doctor(args) => node().and_then(|node| doctor::run(args, &node, &output)),
         Command::Capabilities => capabilities::run(&output),
     };

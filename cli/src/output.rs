@@ -54,6 +54,7 @@ from_library!(
     coldsnap::config::ConfigError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::overlay::OverlayError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
     coldsnap::store::WatermarkError,

@@ -264,3 +264,26 @@ fn check_and_inspect_find_out_what_it_is() {
         assert!(fails(&[command, text(&lease)], "Unrecognized").contains("expected an artifact descriptor"));
     }
 }
+
+#[test]
+fn overlays_are_listed_explained_and_not_found() {
+    let (dir, _, _) = store();
+    let here = |args: &[&'static str]| -> Vec<String> {
+        args.iter()
+            .map(|&a| a.to_owned())
+            .chain(["--store".to_owned(), text(dir.path()).to_owned()])
+            .collect()
+    };
+    fn words(args: &[String]) -> Vec<&str> {
+        args.iter().map(String::as_str).collect()
+    }
+    assert_eq!(succeeds(&words(&here(&["overlay", "ls"])))["overlays"], json!([]));
+    fails(&words(&here(&["overlay", "rm", "cap-1"])), "OverlayNotFound");
+    // A descriptor as a file needs no containerd.
+    let artifact = concat!(env!("CARGO_MANIFEST_DIR"), "/../libcoldsnap/tests/samples/artifact-host.json");
+    let explained = succeeds(&words(&here(&["overlay", "explain", artifact])));
+    assert_eq!((&explained["chosen"], &explained["overlays"]), (&Value::Null, &json!([])));
+    let other = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    fails(&words(&here(&["overlay", "explain", other])), "Malformed");
+    fails(&words(&here(&["rm", "image:1", "--address", "/nonexistent/socket"])), "Containerd");
+}

@@ -5,5 +5,7 @@ pub mod capture;
 pub mod check;
 pub mod doctor;
 pub mod inspect;
+pub mod overlay;
 pub mod payload;
+pub mod rm;
 pub mod verify;

@@ -6,9 +6,11 @@
 mod cold;
 mod commands;
 mod guests;
+mod overlay;
 mod refusals;
 mod restarts;
 mod restore;
+mod workers;
 
 use std::path::Path;
 use std::sync::OnceLock;
