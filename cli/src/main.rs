@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         Command::Capture(args) => node().and_then(|node| capture::run(args, &node, &output)),
         Command::Inspect(args) => node().and_then(|node| inspect::run(args, &node, &output)),
         Command::Verify(args) => verify::run(args, &output),
-        Command::Check(args) => check::run(args, &output),
+        Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
         Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
         Command::Doctor(args) => node().and_then(|node| doctor::run(args, &node, &output)),
         Command::Capabilities => capabilities::run(&output),

@@ -30,6 +30,20 @@ pub struct Lease {
     pub created_unix_ns: u64,
 }
 
+impl Lease {
+    /// Parses the lease in a file that is named after `digest`.
+    ///
+    /// # Errors
+    /// Names the field that is missing, unknown or wrong, or the trailing data.
+    pub fn parse(bytes: &[u8], digest: &Digest) -> Result<Self, FormatError> {
+        let lease: Self = document::parse(DOCUMENT, bytes)?;
+        if lease.digest != *digest {
+            return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
+        }
+        Ok(lease)
+    }
+}
+
 impl NodeStore {
     /// Leases an admitted payload for `owner`; a lease that exists stays as it is.
     ///
@@ -125,19 +139,11 @@ pub(super) fn read(path: &Path, digest: &Digest) -> Result<Option<Lease>, StoreE
     match fs::read(path) {
         Ok(bytes) => {
             let bad = |source| StoreError::BadLease { path: path.to_owned(), source };
-            parse(&bytes, digest).map(Some).map_err(bad)
+            Lease::parse(&bytes, digest).map(Some).map_err(bad)
         }
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(StoreError::io("read the lease", path)(e)),
     }
-}
-
-fn parse(bytes: &[u8], digest: &Digest) -> Result<Lease, FormatError> {
-    let lease: Lease = document::parse(DOCUMENT, bytes)?;
-    if lease.digest != *digest {
-        return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
-    }
-    Ok(lease)
 }
 
 /// `<64hex>.<owner hash>.lease.json`
