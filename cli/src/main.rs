@@ -58,7 +58,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Capture(args) => capture::run(args, &cli.store, &output),
         Command::Inspect(args) => inspect::run(args, &cli.store, &output),
-        Command::Verify(args) => verify::run(args, &output),
+        Command::Verify(args) => verify::run(&args, &cli.store, &output),
         Command::Check(args) => check::run(args, &output),
         Command::Payload(args) => payload::run(args, &cli.store, &output),
         Command::Doctor(args) => doctor::run(args, &cli.store, &output),

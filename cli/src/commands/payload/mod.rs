@@ -1,6 +1,7 @@
 //! `coldsnap payload`: the payloads of this node's store, one file per command.
 
 mod ls;
+mod serve;
 
 use std::path::Path;
 
@@ -20,6 +21,7 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, number of leases.
     Ls,
+    Serve(serve::Args),
 }
 
 /// Runs the command.
@@ -29,5 +31,6 @@ enum Command {
 pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&NodeStore::at(store), output),
+        Command::Serve(args) => serve::run(&args, NodeStore::at(store), output),
     }
 }
