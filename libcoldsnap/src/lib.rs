@@ -6,12 +6,17 @@
 pub mod capsule;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod criu;
 pub mod digest;
 pub mod durable;
 pub mod extent;
 pub mod format;
+pub mod hub;
 pub mod inspect;
 pub mod mapped_file;
+#[cfg(feature = "sources")]
+pub mod publish;
 pub mod restore;
+pub mod source;
 pub mod store;

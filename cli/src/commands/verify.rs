@@ -1,6 +1,5 @@
 //! `coldsnap verify`: admits payloads.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::error::ErrorKind;
@@ -10,6 +9,7 @@ use coldsnap::store::{AdmittedPayload, NodeStore, RecordKept};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::node::Node;
 use crate::output::{CliError, Output, error_json};
 
 /// Verify model payloads: by their validation records, or by hashing them in full and writing the records.
@@ -70,12 +70,12 @@ impl Report {
 ///
 /// # Errors
 /// `PathDigestMismatch` when a path is not the digest's, or what the verifier answers.
-pub fn run(args: &Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: &Args, node: &Node, output: &Output) -> Result<(), CliError> {
     if args.payloads.len() > 1 && (args.sha256.is_some() || args.bytes.is_some()) {
         clap::Error::raw(ErrorKind::ArgumentConflict, "--sha256 and --bytes go with one payload\n").exit();
     }
     let wanted: Vec<_> =
-        args.payloads.iter().map(|name| find(name, args.sha256, store)).collect::<Result<_, _>>()?;
+        args.payloads.iter().map(|name| find(name, args.sha256, node)).collect::<Result<_, _>>()?;
     let sizes = wanted.iter().map(|(store, digest)| std::fs::symlink_metadata(store.payload_path(digest)));
     let total = sizes.flatten().map(|metadata| metadata.len()).sum();
     let mut progress = output.progress("verifying", total);
@@ -133,9 +133,9 @@ fn admit_all(wanted: &[(NodeStore, Digest)], progress: &mut dyn FnMut(u64)) -> V
 }
 
 /// The store and the digest that an argument names.
-fn find(name: &str, expected: Option<Digest>, store: &Path) -> Result<(NodeStore, Digest), CliError> {
+fn find(name: &str, expected: Option<Digest>, node: &Node) -> Result<(NodeStore, Digest), CliError> {
     let found = if let Ok(digest) = name.parse::<Digest>() {
-        Some((NodeStore::at(store), digest))
+        Some((node.store(), digest))
     } else {
         let path = std::path::absolute(name)
             .map_err(|e| CliError::new("Io", format!("cannot resolve {name}: {e}")))?;

@@ -7,10 +7,14 @@
 
 pub mod artifact;
 pub mod canonical_json;
+pub mod descriptor;
 pub(crate) mod document;
 mod hex_fields;
 mod host_worker;
+pub mod json;
+mod manifest;
 pub mod native_manifest;
+pub mod overlay;
 pub mod pack;
 pub mod recovery_manifest;
 pub mod residual;

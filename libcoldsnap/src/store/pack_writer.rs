@@ -2,7 +2,7 @@
 //! another writes them past the page cache.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
@@ -18,7 +18,7 @@ const BUFFERS: usize = 4;
 /// Bytes that are copied and then hashed while they are in the second-level cache.
 const PIECE_BYTES: usize = 256 << 10;
 /// What O_DIRECT asks of addresses, offsets and lengths.
-const ALIGNMENT: usize = 4096;
+pub(super) const ALIGNMENT: usize = 4096;
 
 /// Reserves the file's blocks, so that a full disk is an error before anything is written. File systems that
 /// cannot do it are served without.
@@ -76,6 +76,55 @@ pub(super) fn write_stream<'a>(
     })
 }
 
+/// Copies `bytes` bytes, a multiple of 4096, from a file's current offset to offset 0 of another, and returns their
+/// digest. `progress` is called with the number of bytes hashed since the last call.
+pub(super) fn copy(
+    mut source: &File,
+    file: &File,
+    bytes: u64,
+    progress: &mut dyn FnMut(u64),
+) -> io::Result<Digest> {
+    let mut buffer = AlignedBuffer::new();
+    let mut chunk = vec![0; PIECE_BYTES];
+    let mut sha256 = Sha256::default();
+    let (mut read, mut written) = (0, 0);
+    while read < bytes {
+        let wanted = usize::try_from(bytes - read).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+        match source.read(&mut chunk[..wanted]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => {
+                let mut rest = &chunk[..n];
+                sha256.update(rest);
+                read += n as u64;
+                progress(n as u64);
+                while !rest.is_empty() {
+                    rest = &rest[buffer.append(rest)..];
+                    if buffer.is_full() || read == bytes && rest.is_empty() {
+                        write_at(file, buffer.filled(), written)?;
+                        written += buffer.filled().len() as u64;
+                        buffer.clear();
+                    }
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(sha256.finish())
+}
+
+/// Writes past the page cache, or through it where the file system has other rules of alignment.
+fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    match file.write_all_at(bytes, offset) {
+        // Accepted when it was set, refused when it is used.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
+            set_direct(file, false)?;
+            file.write_all_at(bytes, offset)
+        }
+        result => result,
+    }
+}
+
 /// Ends early when the writer is gone; its result says why.
 fn fill_buffers<'a>(
     stream: impl Iterator<Item = &'a [u8]>,
@@ -119,14 +168,7 @@ fn write_buffers(
 ) -> io::Result<()> {
     let mut offset = 0;
     for mut buffer in to_write {
-        match file.write_all_at(buffer.filled(), offset) {
-            // Accepted when it was set, refused when it is used: a file system with other rules of alignment.
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
-                set_direct(file, false)?;
-                file.write_all_at(buffer.filled(), offset)?;
-            }
-            result => result?,
-        }
+        write_at(file, buffer.filled(), offset)?;
         offset += buffer.filled().len() as u64;
         buffer.clear();
         // The other side may have ended.
@@ -136,14 +178,15 @@ fn write_buffers(
 }
 
 /// A buffer at a multiple of 4096.
-struct AlignedBuffer {
+#[derive(Debug)]
+pub(super) struct AlignedBuffer {
     storage: Vec<u8>,
     start: usize,
     filled: usize,
 }
 
 impl AlignedBuffer {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let storage = vec![0; BUFFER_BYTES + ALIGNMENT];
         // The heap block does not move with the Vec.
         let start = storage.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
@@ -151,7 +194,7 @@ impl AlignedBuffer {
     }
 
     /// Takes as many bytes as fit and says how many.
-    fn append(&mut self, bytes: &[u8]) -> usize {
+    pub(super) fn append(&mut self, bytes: &[u8]) -> usize {
         let taken = bytes.len().min(BUFFER_BYTES - self.filled);
         let at = self.start + self.filled;
         self.storage[at..at + taken].copy_from_slice(&bytes[..taken]);
@@ -159,20 +202,20 @@ impl AlignedBuffer {
         taken
     }
 
-    fn last(&self, bytes: usize) -> &[u8] {
+    pub(super) fn last(&self, bytes: usize) -> &[u8] {
         let end = self.start + self.filled;
         &self.storage[end - bytes..end]
     }
 
-    fn filled(&self) -> &[u8] {
+    pub(super) fn filled(&self) -> &[u8] {
         &self.storage[self.start..self.start + self.filled]
     }
 
-    fn is_full(&self) -> bool {
+    pub(super) fn is_full(&self) -> bool {
         self.filled == BUFFER_BYTES
     }
 
-    fn clear(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.filled = 0;
     }
 }
@@ -181,8 +224,6 @@ const _: () = assert!(ALIGNMENT as u64 == pack::ALIGNMENT && BUFFER_BYTES.is_mul
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
-
     use super::*;
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -14,12 +14,10 @@ use std::thread;
 
 use rustix::fs::FlockOperation;
 
-use super::lock::flock;
+use super::lock::{DigestLock, flock};
 use super::sweep::{STAGING, UNNAMED};
-use super::verify::wait_out_tick;
 use super::{AdmitError, AdmittedPayload, NodeStore, StoreError, pack_writer};
 use crate::digest::{Digest, lanes};
-use crate::durable;
 use crate::format::pack::{self, ExtentSum, ExtentSummer, PackLayout};
 
 /// Bytes that are summed twice (SHA-256, CRC-32) while they are in the second-level cache.
@@ -78,7 +76,7 @@ impl NodeStore {
     }
 
     /// Gives a written staging file its name, unless the payload is there already.
-    fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
+    pub(super) fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
         let Staged { digest: Some(digest), bytes, .. } = staged else {
             let source = io::Error::other("the staging file was not written");
             return Err(StoreError::io("adopt", &staged.path)(source));
@@ -90,21 +88,12 @@ impl NodeStore {
             Err(error) if is_replaceable(&error) => {}
             Err(error) => return Err(error.into()),
         }
-        let file = staged.commit(&path)?;
-        let (opened, identity) = self.open_payload(&digest, Some(bytes))?;
-        // Rename changes the ctime, so the identity is that of the file under its final name.
-        let written = file.metadata().map_err(StoreError::io("inspect", &path))?;
-        if (written.dev(), written.ino()) != (identity.content.device, identity.content.inode) {
-            let what = "another file took its name while it was adopted".to_owned();
-            return Err(AdmitError::Changed { path, what }.into());
-        }
-        wait_out_tick(&identity);
-        Ok((self.verified(digest, opened, identity, bytes), false))
+        Ok((staged.commit(self, &digest, &lock)?, false))
     }
 }
 
 /// Whether writing the payload again cures the error: it is not there, or what is there is not it.
-const fn is_replaceable(error: &AdmitError) -> bool {
+pub(super) const fn is_replaceable(error: &AdmitError) -> bool {
     matches!(
         error,
         AdmitError::NotFound { .. } | AdmitError::SizeMismatch { .. } | AdmitError::DigestMismatch { .. }
@@ -112,7 +101,8 @@ const fn is_replaceable(error: &AdmitError) -> bool {
 }
 
 /// A pack that is being written. Removed when dropped before its commit.
-struct Staged {
+#[derive(Debug)]
+pub(super) struct Staged {
     path: PathBuf,
     file: File,
     bytes: u64,
@@ -121,9 +111,9 @@ struct Staged {
 }
 
 impl Staged {
-    fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
+    pub(super) fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
         let directory = store.payload_directory();
-        require_space(store, &directory, bytes)?;
+        store.make_room(bytes)?;
         let tid = rustix::thread::gettid().as_raw_nonzero();
         let path = directory.join(format!("{UNNAMED}{}-{tid}{STAGING}", std::process::id()));
         let file = create_locked(&path).map_err(StoreError::io("create", &path))?;
@@ -151,12 +141,28 @@ impl Staged {
         Ok(())
     }
 
-    fn commit(mut self, path: &Path) -> Result<File, StoreError> {
+    /// Writes what is in another file, and returns its digest.
+    pub(super) fn copy(
+        &mut self,
+        source: &File,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Digest, StoreError> {
         let fail = |action| StoreError::io(action, &self.path);
-        self.file.set_permissions(fs::Permissions::from_mode(0o444)).map_err(fail("set the mode of"))?;
-        durable::commit(&self.file, &self.path, path).map_err(fail("rename"))?;
+        let digest = pack_writer::copy(source, &self.file, self.bytes, progress).map_err(fail("copy to"))?;
+        rustix::fs::fdatasync(&self.file).map_err(|e| fail("sync")(e.into()))?;
+        self.digest = Some(digest);
+        Ok(digest)
+    }
+
+    fn commit(
+        mut self,
+        store: &NodeStore,
+        digest: &Digest,
+        lock: &DigestLock,
+    ) -> Result<AdmittedPayload, StoreError> {
+        let payload = store.give_name(digest, self.bytes, &self.file, &self.path, lock)?;
         self.committed = true;
-        self.file.try_clone().map_err(StoreError::io("inspect", path))
+        Ok(payload)
     }
 }
 
@@ -164,6 +170,7 @@ impl Drop for Staged {
     fn drop(&mut self) {
         if !self.committed
             && let Err(error) = fs::remove_file(&self.path)
+            && error.kind() != io::ErrorKind::NotFound
         {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove a staging file");
         }
@@ -171,7 +178,7 @@ impl Drop for Staged {
 }
 
 /// Creates a file and locks it, so that a sweep knows that its writer lives.
-fn create_locked(path: &Path) -> io::Result<File> {
+pub(super) fn create_locked(path: &Path) -> io::Result<File> {
     loop {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         flock(&file, FlockOperation::LockExclusive)?;
@@ -180,17 +187,6 @@ fn create_locked(path: &Path) -> io::Result<File> {
             return Ok(file);
         }
     }
-}
-
-fn require_space(store: &NodeStore, directory: &Path, needed: u64) -> Result<(), StoreError> {
-    let statvfs = rustix::fs::statvfs(directory)
-        .map_err(|e| StoreError::io("inspect the file system of", directory)(e.into()))?;
-    let available = statvfs.f_bavail.saturating_mul(statvfs.f_frsize);
-    let reserve = store.reserve;
-    if available >= needed.saturating_add(reserve) {
-        return Ok(());
-    }
-    Err(StoreError::InsufficientSpace { path: directory.to_owned(), needed, reserve, available })
 }
 
 /// Sums all extents on all cores, the largest first, two at a time on each core.

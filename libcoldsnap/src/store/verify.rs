@@ -21,7 +21,7 @@ use crate::format::native_manifest::BlobStat;
 use crate::format::validation::{self, FileIdentity, ValidationRecord};
 
 /// Reads fit the second-level cache, and are long enough that the page cache gets large folios.
-const READ_BYTES: usize = 256 << 10;
+pub(super) const READ_BYTES: usize = 256 << 10;
 /// How often a file is hashed again because only its ctime changed meanwhile (chmod, chown, a link).
 const ATTEMPTS: usize = 3;
 /// Older kernels stamp files with a clock that ticks this rarely; a change within the tick shows no new ctime.
@@ -165,11 +165,22 @@ impl NodeStore {
         digest: &Digest,
         bytes: Option<u64>,
         progress: &mut dyn FnMut(u64),
+        lock: &DigestLock,
+    ) -> Result<AdmittedPayload, AdmitError> {
+        match self.admit_by_record(digest, bytes)? {
+            Some(payload) => Ok(payload),
+            None => self.admit_by_content(digest, bytes, progress, lock),
+        }
+    }
+
+    /// [`Self::admit_locked`] that hashes the payload whatever its record says.
+    pub(super) fn admit_by_content(
+        &self,
+        digest: &Digest,
+        bytes: Option<u64>,
+        progress: &mut dyn FnMut(u64),
         _lock: &DigestLock,
     ) -> Result<AdmittedPayload, AdmitError> {
-        if let Some(payload) = self.admit_by_record(digest, bytes)? {
-            return Ok(payload);
-        }
         let mut bytes_hashed = 0;
         for _ in 0..ATTEMPTS {
             let begun = self.begin(digest, bytes)?;
@@ -306,7 +317,7 @@ pub(super) fn reader(file: &File) -> io::Result<BufReader<File>> {
 }
 
 /// The digest of a whole file from offset 0.
-fn hash(file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+pub(super) fn hash(file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
     let (mut stream, mut found) = (Some(reader(file)?), None);
     lanes::sum_all::<_, _, Sha256>(
         || stream.take().map(|stream| ((), stream)),

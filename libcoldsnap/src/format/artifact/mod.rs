@@ -14,18 +14,17 @@
 mod rules;
 
 use std::collections::BTreeMap;
-use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::document::{self, DocumentError};
+use super::descriptor::Rules;
+use super::document;
 use super::hex_fields::nullable;
 use crate::digest::Digest;
-use crate::durable;
 
-pub use rules::ArtifactError;
+pub use super::descriptor::{DescriptorError as ArtifactError, Object, PAYLOAD_ROLE};
 
 /// How errors name the document.
 pub const DOCUMENT: &str = "artifact.json";
@@ -37,8 +36,6 @@ pub const KIND: &str = "coldsnap-snapshot-artifact";
 pub const STATE: &str = "committed";
 /// The only value of `compatibility.policy`.
 pub const COMPATIBILITY_POLICY: &str = "placement-independent-v1";
-/// Role of a payload object.
-pub const PAYLOAD_ROLE: &str = "model-weight-payload";
 
 /// The whole descriptor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -284,22 +281,6 @@ pub struct DriverRef {
     pub abi: Abi,
 }
 
-/// A file with its digest.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Object {
-    /// What it is.
-    pub role: String,
-    /// `unit/<id>`, `worker/<id>`, ...
-    pub owner: String,
-    /// Relative, clean path.
-    pub path: String,
-    /// Size.
-    pub bytes: u64,
-    /// Digest of the content.
-    pub sha256: Digest,
-}
-
 /// `runtime`
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -406,7 +387,7 @@ impl Artifact {
     /// # Errors
     /// Names the field and what is wrong with it.
     pub fn parse(bytes: &[u8]) -> Result<Self, ArtifactError> {
-        let artifact: Self = document::parse(DOCUMENT, bytes)?;
+        let artifact: Self = document::parse_exact(DOCUMENT, bytes)?;
         artifact.check()?;
         Ok(artifact)
     }
@@ -434,7 +415,17 @@ impl Artifact {
     /// A violated rule, an existing file (`AlreadyExists`), or what the file system answers.
     pub fn write_new(&self, path: &Path) -> Result<(), ArtifactError> {
         let bytes = self.to_bytes()?;
-        durable::write_new_file(path, &bytes, 0o644).map_err(|source| write_error(path, source))
+        super::descriptor::write_new(path, &bytes)
+    }
+
+    /// Id and abi of the snapshot driver.
+    pub fn driver_ref(&self) -> DriverRef {
+        DriverRef { id: self.snapshot_driver.id, abi: self.snapshot_driver.abi.clone() }
+    }
+
+    /// That an owner of another document exists here.
+    pub(super) fn check_owner(&self, of: Rules, field: String, owner: &str) -> Result<(), ArtifactError> {
+        rules::Ids::collect(self)?.owner(of, field, owner)
     }
 
     /// The payloads that the workers need, in the order of the descriptor.
@@ -455,23 +446,6 @@ impl Binding {
         let digest = super::canonical_json::digest(&payload);
         Self { owner: owner.to_owned(), kind: kind.to_owned(), schema: schema.to_owned(), digest, payload }
     }
-}
-
-impl Object {
-    /// The payload object of a worker: its path follows from its digest.
-    pub fn payload(worker: &str, digest: Digest, bytes: u64) -> Self {
-        Self {
-            role: PAYLOAD_ROLE.to_owned(),
-            owner: format!("worker/{worker}"),
-            path: digest.payload_path().display().to_string(),
-            bytes,
-            sha256: digest,
-        }
-    }
-}
-
-fn write_error(path: &Path, source: io::Error) -> ArtifactError {
-    ArtifactError::Write(DocumentError::Io { action: "write", path: path.to_owned(), source })
 }
 
 fn null_is_empty<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {

@@ -1,48 +1,18 @@
 //! The reference rules of an artifact descriptor: ids, owners, paths, and what must agree with what.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 
 use super::{Artifact, DOCUMENT, DriverId, Object};
-use crate::digest::Digest;
-use crate::extent::LayoutError;
-use crate::format::document::{DocumentError, FormatError};
-use crate::format::{canonical_json, pack, recovery_manifest};
+use crate::format::canonical_json;
+use crate::format::descriptor::{DescriptorError, Rules};
 
-/// Why a descriptor is refused or not written.
-#[derive(Debug, thiserror::Error)]
-pub enum ArtifactError {
-    /// The document breaks the format or a rule.
-    #[error(transparent)]
-    Format(#[from] FormatError),
-    /// A payload object whose path does not follow from its digest, or two objects of one path that differ.
-    #[error("{DOCUMENT}: {field}: {source}")]
-    Layout {
-        /// The object.
-        field: String,
-        /// What is wrong.
-        source: LayoutError,
-    },
-    /// The file cannot be written.
-    #[error(transparent)]
-    Write(DocumentError),
+const RULES: Rules = Rules { document: DOCUMENT };
+
+fn refuse<T>(field: impl Into<String>, problem: impl ToString) -> Result<T, DescriptorError> {
+    RULES.refuse(field, problem)
 }
 
-impl ArtifactError {
-    /// The stable name of the kind of error.
-    pub const fn kind(&self) -> &'static str {
-        match self {
-            Self::Format(_) => "Malformed",
-            Self::Layout { source, .. } => source.kind(),
-            Self::Write(_) => "Io",
-        }
-    }
-}
-
-fn refuse<T>(field: impl Into<String>, problem: impl ToString) -> Result<T, ArtifactError> {
-    Err(FormatError::new(DOCUMENT, field, problem).into())
-}
-
-pub(super) fn check(artifact: &Artifact) -> Result<(), ArtifactError> {
+pub(super) fn check(artifact: &Artifact) -> Result<(), DescriptorError> {
     constants(artifact)?;
     driver(artifact)?;
     let ids = Ids::collect(artifact)?;
@@ -52,7 +22,7 @@ pub(super) fn check(artifact: &Artifact) -> Result<(), ArtifactError> {
     weights(artifact, &ids)
 }
 
-fn constants(artifact: &Artifact) -> Result<(), ArtifactError> {
+fn constants(artifact: &Artifact) -> Result<(), DescriptorError> {
     if artifact.format != super::FORMAT {
         return refuse("format", format!("{} is not supported, expected {}", artifact.format, super::FORMAT));
     }
@@ -68,10 +38,10 @@ fn constants(artifact: &Artifact) -> Result<(), ArtifactError> {
     if !artifact.acceptance.accepted {
         return refuse("acceptance.accepted", "false: the capture was not accepted");
     }
-    id("capture_id", &artifact.capture_id)
+    RULES.id("capture_id", &artifact.capture_id)
 }
 
-fn driver(artifact: &Artifact) -> Result<(), ArtifactError> {
+fn driver(artifact: &Artifact) -> Result<(), DescriptorError> {
     let driver = &artifact.snapshot_driver;
     let boundary = driver.id.capture_boundary();
     if driver.capture_boundary != boundary {
@@ -96,52 +66,20 @@ fn or_null(number: Option<u32>) -> String {
     number.map_or_else(|| "null".to_owned(), |n| n.to_string())
 }
 
-fn features<'a>(field: &str, list: &'a super::Requirements) -> Result<HashSet<&'a str>, ArtifactError> {
+fn features<'a>(field: &str, list: &'a super::Requirements) -> Result<HashSet<&'a str>, DescriptorError> {
     if list.format != 1 {
         return refuse(format!("{field}.format"), format!("{} is not supported, expected 1", list.format));
     }
-    unique_ids(&format!("{field}.features"), list.features.iter().map(|f| f.id.as_str()))
-}
-
-/// `^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$`
-pub(super) fn is_id(text: &str) -> bool {
-    text.len() <= 128
-        && text.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && text.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-'))
-}
-
-fn id(field: impl Into<String>, text: &str) -> Result<(), ArtifactError> {
-    if is_id(text) {
-        return Ok(());
-    }
-    refuse(
-        field,
-        format!("{text:?} is not an id: expected a letter or digit, then up to 127 of A-Z a-z 0-9 . _ -"),
-    )
-}
-
-fn unique_ids<'a>(
-    field: &str,
-    ids: impl Iterator<Item = &'a str>,
-) -> Result<HashSet<&'a str>, ArtifactError> {
-    let mut seen = HashSet::new();
-    for (n, text) in ids.enumerate() {
-        let field = || format!("{field}[{n}].id");
-        id(field(), text)?;
-        if !seen.insert(text) {
-            return refuse(field(), format!("{text:?} is listed twice"));
-        }
-    }
-    Ok(seen)
+    RULES.unique_ids(&format!("{field}.features"), list.features.iter().map(|f| f.id.as_str()))
 }
 
 /// The ids that owners can refer to, by kind.
-struct Ids<'a>(BTreeMap<&'static str, HashSet<&'a str>>);
+pub(super) struct Ids<'a>(BTreeMap<&'static str, HashSet<&'a str>>);
 
 impl<'a> Ids<'a> {
-    fn collect(artifact: &'a Artifact) -> Result<Self, ArtifactError> {
+    pub(super) fn collect(artifact: &'a Artifact) -> Result<Self, DescriptorError> {
         let launch = &artifact.launch;
-        let units = unique_ids("launch.units", launch.units.iter().map(|u| u.id.as_str()))?;
+        let units = RULES.unique_ids("launch.units", launch.units.iter().map(|u| u.id.as_str()))?;
         if units.is_empty() {
             return refuse("launch.units", "empty");
         }
@@ -157,7 +95,7 @@ impl<'a> Ids<'a> {
                     return refuse(format!("{field}[{n}].unit"), format!("there is no unit {unit:?}"));
                 }
             }
-            ids.insert(kind, unique_ids(&field, parts.iter().map(|p| p.id.as_str()))?);
+            ids.insert(kind, RULES.unique_ids(&field, parts.iter().map(|p| p.id.as_str()))?);
         }
         ids.insert("unit", units);
         Ok(Self(ids))
@@ -167,13 +105,10 @@ impl<'a> Ids<'a> {
         &self.0["unit"]
     }
 
-    fn owner(&self, field: String, owner: &str) -> Result<(), ArtifactError> {
-        let Some((kind, name)) = owner.split_once('/').filter(|(kind, name)| is_id(kind) && is_id(name))
-        else {
-            return refuse(field, format!("{owner:?} is not an owner: expected <kind>/<id>"));
-        };
+    pub(super) fn owner(&self, of: Rules, field: String, owner: &str) -> Result<(), DescriptorError> {
+        let (kind, name) = of.owner(field.clone(), owner)?;
         match self.0.get(kind) {
-            Some(ids) if !ids.contains(name) => refuse(field, format!("there is no {kind} {name:?}")),
+            Some(ids) if !ids.contains(name) => of.refuse(field, format!("there is no {kind} {name:?}")),
             // Kinds that only a manager knows cannot be resolved here.
             _ => Ok(()),
         }
@@ -184,7 +119,7 @@ impl<'a> Ids<'a> {
         &self,
         field: &str,
         named: impl Iterator<Item = &'b str>,
-    ) -> Result<(), ArtifactError> {
+    ) -> Result<(), DescriptorError> {
         let mut seen = HashSet::new();
         for (n, unit) in named.enumerate() {
             if !self.units().contains(unit) || !seen.insert(unit) {
@@ -199,7 +134,7 @@ impl<'a> Ids<'a> {
     }
 }
 
-fn compatibility(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
+fn compatibility(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), DescriptorError> {
     let units = &artifact.compatibility.units;
     ids.each_unit_once("compatibility.units", units.iter().map(|u| u.unit.as_str()))?;
     let host = artifact.snapshot_driver.id == DriverId::Host;
@@ -217,7 +152,7 @@ fn compatibility(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError
     Ok(())
 }
 
-fn capsule(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
+fn capsule(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), DescriptorError> {
     let images = &artifact.capsule.images;
     ids.each_unit_once("capsule.images", images.iter().map(|i| i.unit.as_str()))?;
     let driver = &artifact.snapshot_driver;
@@ -226,7 +161,7 @@ fn capsule(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
         if image.digest.is_none() && driver.id != DriverId::Host {
             return refuse(field("digest"), "null");
         }
-        path(field("root"), &image.root)?;
+        RULES.path(field("root"), &image.root)?;
         if (image.snapshot_driver.id, &image.snapshot_driver.abi) != (driver.id, &driver.abi) {
             return refuse(field("snapshot_driver"), "it differs from the artifact's snapshot driver");
         }
@@ -234,10 +169,10 @@ fn capsule(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
     objects("capsule.objects", &artifact.capsule.objects, ids)
 }
 
-fn bindings(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
+fn bindings(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), DescriptorError> {
     for (n, binding) in artifact.runtime.bindings.iter().enumerate() {
-        ids.owner(format!("runtime.bindings[{n}].owner"), &binding.owner)?;
-        id(format!("runtime.bindings[{n}].kind"), &binding.kind)?;
+        ids.owner(RULES, format!("runtime.bindings[{n}].owner"), &binding.owner)?;
+        RULES.id(format!("runtime.bindings[{n}].kind"), &binding.kind)?;
         // What others hash is theirs to define.
         let ours = artifact.snapshot_driver.id == DriverId::Host;
         let found = canonical_json::digest(&binding.payload);
@@ -249,51 +184,15 @@ fn bindings(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
     Ok(())
 }
 
-/// Owners, paths and roles of objects; equal paths only for equal content; one object per (owner, role, path).
-fn objects(field: &str, objects: &[Object], ids: &Ids<'_>) -> Result<(), ArtifactError> {
-    let mut by_path: HashMap<&str, &Object> = HashMap::new();
-    let mut seen = HashSet::new();
+fn objects(field: &str, objects: &[Object], ids: &Ids<'_>) -> Result<(), DescriptorError> {
+    RULES.objects(field, objects)?;
     for (n, object) in objects.iter().enumerate() {
-        let field = format!("{field}[{n}]");
-        id(format!("{field}.role"), &object.role)?;
-        ids.owner(format!("{field}.owner"), &object.owner)?;
-        path(format!("{field}.path"), &object.path)?;
-        if !seen.insert((&object.owner, &object.role, &object.path)) {
-            return refuse(field, "the same owner, role and path are listed twice");
-        }
-        let first = *by_path.entry(&object.path).or_insert(object);
-        same_content(field, first, object)?;
+        ids.owner(RULES, format!("{field}[{n}].owner"), &object.owner)?;
     }
     Ok(())
 }
 
-fn same_content(field: String, first: &Object, object: &Object) -> Result<(), ArtifactError> {
-    let source = if first.role != object.role {
-        identity("role", &first.role, &object.role)
-    } else if first.sha256 != object.sha256 {
-        identity("sha256", &first.sha256.to_string(), &object.sha256.to_string())
-    } else if first.bytes != object.bytes {
-        let what = format!("the object at {}", object.path);
-        LayoutError::SizeChanged { what, expected: first.bytes, found: object.bytes }
-    } else {
-        return Ok(());
-    };
-    Err(ArtifactError::Layout { field, source })
-}
-
-fn identity(what: &str, expected: &str, found: &str) -> LayoutError {
-    let what = format!("{what} of a path that is listed before");
-    LayoutError::IdentityChanged { what, expected: expected.to_owned(), found: found.to_owned() }
-}
-
-fn path(field: String, text: &str) -> Result<(), ArtifactError> {
-    if recovery_manifest::is_clean_relative(text) {
-        return Ok(());
-    }
-    refuse(field, format!("{text:?} is not a relative path without empty, . and .. parts"))
-}
-
-fn weights(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
+fn weights(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), DescriptorError> {
     let host = artifact.snapshot_driver.id == DriverId::Host;
     let weights = &artifact.weights;
     if weights.native.is_some() && weights.model_payloads.is_none() {
@@ -318,13 +217,13 @@ fn weights(artifact: &Artifact, ids: &Ids<'_>) -> Result<(), ArtifactError> {
         let field = "weights.model_payloads";
         publication(field, &payloads.repository, &payloads.revision)?;
         objects(&format!("{field}.objects"), &payloads.objects, ids)?;
-        payload_objects(&format!("{field}.objects"), &payloads.objects)?;
+        RULES.payload_objects(&format!("{field}.objects"), &payloads.objects)?;
         each_worker(artifact, host, &payloads.objects)?;
     }
     Ok(())
 }
 
-fn publication(field: &str, repository: &str, revision: &str) -> Result<(), ArtifactError> {
+fn publication(field: &str, repository: &str, revision: &str) -> Result<(), DescriptorError> {
     if repository.is_empty() != revision.is_empty() {
         return refuse(field, "repository and revision are either both set or both empty");
     }
@@ -335,38 +234,8 @@ fn publication(field: &str, repository: &str, revision: &str) -> Result<(), Arti
     Ok(())
 }
 
-fn payload_objects(field: &str, objects: &[Object]) -> Result<(), ArtifactError> {
-    if objects.is_empty() {
-        return refuse(field, "empty");
-    }
-    for (n, object) in objects.iter().enumerate() {
-        let field = format!("{field}[{n}]");
-        if object.role != super::PAYLOAD_ROLE {
-            let problem = format!("{:?}, expected {:?}", object.role, super::PAYLOAD_ROLE);
-            return refuse(format!("{field}.role"), problem);
-        }
-        if !object.owner.starts_with("worker/") {
-            return refuse(format!("{field}.owner"), format!("{:?} is not a worker", object.owner));
-        }
-        if object.bytes == 0 || object.bytes % pack::ALIGNMENT != 0 {
-            let problem = format!("{} is not a positive multiple of {}", object.bytes, pack::ALIGNMENT);
-            return refuse(format!("{field}.bytes"), problem);
-        }
-        derived_path(field, object, object.sha256)?;
-    }
-    Ok(())
-}
-
-fn derived_path(field: String, object: &Object, digest: Digest) -> Result<(), ArtifactError> {
-    if digest.payload_path().as_os_str() == object.path.as_str() {
-        return Ok(());
-    }
-    let source = LayoutError::PathDigestMismatch { path: object.path.clone().into(), digest };
-    Err(ArtifactError::Layout { field, source })
-}
-
 /// Exactly one payload per worker; for `host` at most one, because a worker may own no model bytes.
-fn each_worker(artifact: &Artifact, host: bool, objects: &[Object]) -> Result<(), ArtifactError> {
+fn each_worker(artifact: &Artifact, host: bool, objects: &[Object]) -> Result<(), DescriptorError> {
     for worker in &artifact.launch.execution.workers {
         let owner = format!("worker/{}", worker.id);
         let count = objects.iter().filter(|object| object.owner == owner).count();
