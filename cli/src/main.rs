@@ -66,7 +66,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Capture(args) => node().and_then(|node| capture::run(args, &node, &output)),
         Command::Inspect(args) => node().and_then(|node| inspect::run(args, &node, &output)),
-        Command::Verify(args) => verify::run(args, &output),
+        Command::Verify(args) => node().and_then(|node| verify::run(&args, &node, &output)),
         Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
         Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
         Command::Overlay(args) => node().and_then(|node| overlay::run(args, &node, &output)),

@@ -5,6 +5,7 @@ mod gc;
 mod leases;
 mod ls;
 mod pins;
+mod serve;
 mod transfer;
 
 use clap::Subcommand;
@@ -35,6 +36,7 @@ enum Command {
     Gc(gc::GcArgs),
     Rm(gc::RmArgs),
     Fsck(fsck::Args),
+    Serve(serve::Args),
 }
 
 /// Runs the command.
@@ -53,6 +55,7 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         Command::Gc(args) => gc::gc(&args, node, output),
         Command::Rm(args) => gc::rm(&args, &node.store(), output),
         Command::Fsck(args) => fsck::run(&args, &node.store(), output),
+        Command::Serve(args) => serve::run(&args, node.store(), output),
     }
 }
 
