@@ -3,7 +3,9 @@
 pub mod capabilities;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod doctor;
 pub mod inspect;
 pub mod payload;
+pub mod publish_native;
 pub mod verify;
