@@ -86,7 +86,10 @@ fn single(path: &Path) -> Result<Option<(PathBuf, Summary)>, CliError> {
 }
 
 /// The capsule in a directory, or the directory that is the capsule.
-fn directory(path: &Path) -> io::Result<CapsuleFiles> {
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn directory(path: &Path) -> io::Result<CapsuleFiles> {
     if path.join(capsule::ARTIFACT_PATH).exists() {
         return read_tree(path);
     }
@@ -104,6 +107,17 @@ fn directory(path: &Path) -> io::Result<CapsuleFiles> {
 /// There is no such image, or its layer cannot be read.
 pub async fn image(containerd: &Containerd, name: &str) -> Result<CapsuleFiles, ContainerdError> {
     let image = BaseImage::read(containerd, name).await?;
+    capsule_files(containerd, &image).await
+}
+
+/// The capsule in an image's capsule layer; nothing when it has none.
+///
+/// # Errors
+/// When containerd does not deliver the layer, or it is no layer.
+pub async fn capsule_files(
+    containerd: &Containerd,
+    image: &BaseImage,
+) -> Result<CapsuleFiles, ContainerdError> {
     let Some(layer) = image.capsule_layer() else { return Ok(CapsuleFiles::default()) };
     let local = |source| ContainerdError::Io { path: format!("layer {layer}"), source };
     let mut file = tempfile().map_err(local)?;

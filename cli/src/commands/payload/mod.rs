@@ -6,6 +6,7 @@ mod leases;
 mod ls;
 mod pins;
 mod serve;
+mod stage;
 mod transfer;
 
 use clap::Subcommand;
@@ -26,6 +27,7 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, leases, pins, last use.
     Ls,
+    Stage(stage::Args),
     Import(transfer::ImportArgs),
     Export(transfer::ExportArgs),
     Pin(pins::PinArgs),
@@ -46,6 +48,7 @@ enum Command {
 pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&node.store(), output),
+        Command::Stage(args) => stage::run(&args, node, output),
         Command::Import(args) => transfer::import(&args, &node.open_store()?, output),
         Command::Export(args) => transfer::export(&args, &node.store(), output),
         Command::Pin(args) => pins::pin(&args, &node.store(), output),
