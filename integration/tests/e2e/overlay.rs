@@ -84,7 +84,8 @@ fn a_later_start_uses_the_overlay() {
         // Combined with the native payload: nothing of it is copied, not in the store and not in memory.
         ensure!(packs()? == 1);
         let anonymous = memory::of(&node.ctr().pids("r2")?)?.anonymous_kb;
-        ensure!(anonymous < 8 << 10, "{anonymous} KiB of model memory of its own");
+        // Every fourth page was written: runs too short to be mapped.
+        ensure!((16 << 10..24 << 10).contains(&anonymous), "{anonymous} KiB of its own");
         let listed = coldsnap::run(["overlay", "ls"])?;
         ensure!(listed["overlays"][0]["id"] == id && listed["overlays"][0]["state"] == "in use", "{listed}");
         let failure = coldsnap::fails(["overlay", "rm", id])?;
