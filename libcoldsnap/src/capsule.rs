@@ -24,6 +24,8 @@ pub const RECOVERY_MANIFEST_NAME: &str = "manifest.json";
 pub const IMAGE_LABEL: &str = "coldsnap.io/artifact";
 /// Spec annotation: `auto`, `require` or `never`.
 pub const RESTORE_ANNOTATION: &str = "coldsnap.io/restore";
+/// Spec annotation: `off`, `async` or `required`.
+pub const MATERIALIZE_ANNOTATION: &str = "coldsnap.io/materialize";
 
 /// `opt/coldsnap/capsule/hydration/<worker>`, relative to the container's root.
 pub fn worker_dir(worker: &str) -> PathBuf {

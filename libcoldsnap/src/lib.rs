@@ -14,6 +14,7 @@ pub mod extent;
 pub mod format;
 pub mod inspect;
 pub mod mapped_file;
+pub mod recover;
 pub mod restore;
 pub mod source;
 pub mod store;

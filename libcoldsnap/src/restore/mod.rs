@@ -5,7 +5,7 @@
 
 mod layout;
 mod read_ahead;
-mod root;
+pub(crate) mod root;
 
 use std::fmt;
 use std::io;
