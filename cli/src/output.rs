@@ -46,8 +46,11 @@ macro_rules! from_library {
 
 from_library!(
     coldsnap::check::CheckError,
+    coldsnap::config::ConfigError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::recover::RecoverError,
+    coldsnap::recover::mode::ModeError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
 );

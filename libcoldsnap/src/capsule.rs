@@ -31,3 +31,8 @@ pub const MATERIALIZE_ANNOTATION: &str = "coldsnap.io/materialize";
 pub fn worker_dir(worker: &str) -> PathBuf {
     PathBuf::from(HYDRATION_DIR).join(worker)
 }
+
+/// Where a container has the payload of a worker: an absolute path in it.
+pub fn payload_destination(worker: &str) -> String {
+    format!("/{HYDRATION_DIR}/{worker}/{PACK_NAME}")
+}

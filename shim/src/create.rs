@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use coldsnap::config::MaterializeMode;
 use coldsnap::restore::{ModeError, RestoreMode};
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
@@ -13,10 +14,11 @@ use crate::console::ConsoleSocket;
 use crate::container::{CRIU_CONFIG_FILE, Container, Host, NewContainer, read_pid};
 use crate::error::TaskError;
 use crate::exit::begin_init;
+use crate::materialize::{Start, decide_and_recover, release_leases};
 use crate::mount::{RootMounts, unmount_below};
 use crate::options::Options;
 use crate::process::Process;
-use crate::restore::{NoRestore, Plan, decide, from_checkpoint};
+use crate::restore::{NoRestore, Plan, from_checkpoint};
 use crate::runc::{self, ChildStdio};
 use crate::spec::{Namespace, Spec};
 use crate::stdio::{ShimEnds, StdioRequest, make_pipes};
@@ -35,8 +37,10 @@ pub async fn create(host: Host, request: CreateTaskRequest) -> Result<Arc<Contai
     options.save(&bundle)?;
     let mounts = RootMounts::sort(request.rootfs.clone())?;
     let rootfs = bundle.join("rootfs");
+    let (namespace, id) = (host.namespace.clone(), request.id.clone());
     create_in(host, request, options, &mounts, &rootfs).await.inspect_err(|_| {
         unmount_below(&rootfs).unwrap_or_else(|error| warn!("after a failed create: {error}"));
+        release_leases(&bundle, &namespace, &id);
     })
 }
 
@@ -116,9 +120,23 @@ async fn decide_restore(
         }
         None => RestoreMode::default(),
     };
-    let rootfs = spec.rootfs().unwrap_or_else(|| mounted.to_owned());
-    // It may hash a payload of many gigabytes.
-    let decision = tokio::task::spawn_blocking(move || decide(&rootfs, spec.document(), mode));
+    let materialize = match spec.annotation(coldsnap::capsule::MATERIALIZE_ANNOTATION) {
+        Some(text) => {
+            let mode = text.parse::<MaterializeMode>();
+            Some(mode.map_err(|error| TaskError::InvalidArgument(error.to_string()))?)
+        }
+        None => None,
+    };
+    let start = Start {
+        id: container.id.clone(),
+        namespace: container.host.namespace.clone(),
+        bundle: container.bundle.clone(),
+        rootfs: spec.rootfs().unwrap_or_else(|| mounted.to_owned()),
+        restore: mode,
+        materialize,
+    };
+    // It may hash or rebuild a payload of many gigabytes.
+    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, spec));
     match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {
         Err(NoRestore::Fallback(reason)) => {
             warn!("container {}: cold start instead of a restore: {reason}", container.id);

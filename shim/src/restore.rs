@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
+use coldsnap::config::Config;
 use coldsnap::criu::config::{EstablishedTcp, restore_config};
-use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode};
+use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestoreRefused};
 use coldsnap::store::NodeStore;
-use log::info;
+use log::{info, warn};
 use serde_json::Value;
 use thiserror::Error;
 
@@ -41,15 +42,40 @@ pub enum NoRestore {
     Fallback(String),
 }
 
+impl NoRestore {
+    /// What `reason` means in this mode.
+    pub fn new(reason: &impl std::fmt::Display, mode: RestoreMode) -> Self {
+        match mode {
+            RestoreMode::Auto => Self::Fallback(reason.to_string()),
+            _ => Self::Refused(reason.to_string()),
+        }
+    }
+}
+
+/// The node store: the one that the environment names, else the configured one.
+pub fn node_store() -> NodeStore {
+    let config = Config::of_node().unwrap_or_else(|error| {
+        warn!("{error}; using the defaults");
+        Config::default()
+    });
+    match std::env::var_os(STORE_VARIABLE) {
+        Some(root) => NodeStore::at(root).with_reserve(config.store.reserve.0),
+        None => config.node_store(),
+    }
+}
+
 /// Decides for a container whose request names no images: a plan, or `None` for an ordinary cold start.
 ///
 /// # Errors
 /// The container holds a capsule that cannot be restored here, or holds none and `mode` is `Require`.
-pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
-    let store =
-        NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()));
-    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store: &store }, mode) {
-        Ok(Decision::Restore(plan)) => Ok(Some(Plan {
+pub fn decide(
+    store: &NodeStore,
+    rootfs: &Path,
+    spec: &Value,
+    mode: RestoreMode,
+) -> Result<Option<Plan>, RestoreRefused> {
+    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store }, mode)? {
+        Decision::Restore(plan) => Ok(Some(Plan {
             images: plan.images_dir().to_owned(),
             parent: None,
             criu_config: plan.criu_config(),
@@ -57,12 +83,10 @@ pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<P
             may_start_cold: mode == RestoreMode::Auto,
             read_ahead: Some(plan.start_read_ahead()),
         })),
-        Ok(Decision::Cold(reason)) => {
+        Decision::Cold(reason) => {
             info!("cold start: {reason}");
             Ok(None)
         }
-        Err(refused) if mode == RestoreMode::Auto => Err(NoRestore::Fallback(refused.to_string())),
-        Err(refused) => Err(NoRestore::Refused(refused.to_string())),
     }
 }
 
@@ -92,12 +116,17 @@ pub fn from_checkpoint(images: &str, parent: &str) -> Result<Plan, NoRestore> {
 mod tests {
     use super::*;
 
+    fn decided(rootfs: &Path, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
+        let store = NodeStore::at(rootfs.join("store"));
+        decide(&store, rootfs, &Value::Null, mode).map_err(|refused| NoRestore::new(&refused, mode))
+    }
+
     #[test]
     fn without_a_capsule_auto_is_cold_and_require_is_refused() {
         let rootfs = tempfile::tempdir().unwrap();
-        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Auto).unwrap().is_none());
-        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Never).unwrap().is_none());
-        let required = decide(rootfs.path(), &Value::Null, RestoreMode::Require);
+        assert!(decided(rootfs.path(), RestoreMode::Auto).unwrap().is_none());
+        assert!(decided(rootfs.path(), RestoreMode::Never).unwrap().is_none());
+        let required = decided(rootfs.path(), RestoreMode::Require);
         assert!(matches!(required, Err(NoRestore::Refused(_))));
     }
 
@@ -107,14 +136,8 @@ mod tests {
         let artifact = rootfs.path().join(coldsnap::capsule::ARTIFACT_PATH);
         std::fs::create_dir_all(artifact.parent().unwrap()).unwrap();
         std::fs::write(artifact, b"{}").unwrap();
-        assert!(matches!(
-            decide(rootfs.path(), &Value::Null, RestoreMode::Auto),
-            Err(NoRestore::Fallback(_))
-        ));
-        assert!(matches!(
-            decide(rootfs.path(), &Value::Null, RestoreMode::Require),
-            Err(NoRestore::Refused(_))
-        ));
+        assert!(matches!(decided(rootfs.path(), RestoreMode::Auto), Err(NoRestore::Fallback(_))));
+        assert!(matches!(decided(rootfs.path(), RestoreMode::Require), Err(NoRestore::Refused(_))));
     }
 
     #[test]

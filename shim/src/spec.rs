@@ -108,6 +108,16 @@ impl Spec {
         }
     }
 
+    /// Whether something is mounted at `destination`.
+    pub fn has_mount(&self, destination: &str) -> bool {
+        let mounts = self.value.get("mounts").and_then(Value::as_array);
+        let mut mounts = mounts.into_iter().flatten();
+        mounts.any(|mount| {
+            mount.get("destination").and_then(Value::as_str).map(|d| d.trim_end_matches('/'))
+                == Some(destination)
+        })
+    }
+
     /// Makes the runtime mount `bind`; a mount that is there already stays alone.
     ///
     /// # Errors

@@ -5,5 +5,6 @@ pub mod capture;
 pub mod check;
 pub mod doctor;
 pub mod inspect;
+pub mod materialize;
 pub mod payload;
 pub mod verify;

@@ -6,6 +6,7 @@
 mod cold;
 mod commands;
 mod guests;
+mod recovery;
 mod refusals;
 mod restarts;
 mod restore;

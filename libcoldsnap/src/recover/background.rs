@@ -116,7 +116,6 @@ pub fn program() -> Option<PathBuf> {
 ///
 /// # Errors
 /// The program cannot be executed.
-#[expect(clippy::zombie_processes, reason = "the caller outlives it with a reaper, or ends first")]
 pub fn start(program: &Path, store: &NodeStore, directory: &Path) -> io::Result<u32> {
     let log =
         OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(directory.join(LOG))?;

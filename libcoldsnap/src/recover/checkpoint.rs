@@ -54,7 +54,9 @@ impl FromCheckpoint {
             (Some(pinned), Some(here)) if pinned == here => {
                 "; names, sizes and tensors are those of the captured checkpoint: its bytes were changed"
             }
-            (Some(_), Some(_)) => "; its tensors are not those of the captured checkpoint, or that had more files",
+            (Some(_), Some(_)) => {
+                "; its tensors are not those of the captured checkpoint, or that had more files"
+            }
             _ => "",
         };
         RecoverError::OtherBytes(other)

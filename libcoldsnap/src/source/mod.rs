@@ -264,6 +264,11 @@ pub fn bring(
                 FetchError::Cancelled => return Err(BringError::Cancelled { digest }),
                 FetchError::NoRange { .. } if staged.written() > 0 => staged.restart()?,
                 FetchError::Unavailable(_) => {}
+                // What it delivered is known to be wrong.
+                FetchError::Checkpoint(recover) if matches!(**recover, RecoverError::OtherBytes(_)) => {
+                    attempt = ATTEMPTS;
+                    staged.restart()?;
+                }
                 FetchError::Store(StoreError::Admit(_)) if attempt < ATTEMPTS => {}
                 FetchError::Store(StoreError::Admit(_)) => attempt = ATTEMPTS,
                 FetchError::Store(_) => {

@@ -104,6 +104,11 @@ impl NodeStore {
         &self.root
     }
 
+    /// Free bytes that a write must leave.
+    pub const fn reserve(&self) -> u64 {
+        self.reserve
+    }
+
     /// The only path that the payload with this digest can have here.
     pub fn payload_path(&self, digest: &Digest) -> PathBuf {
         self.root.join(digest.payload_path())

@@ -10,12 +10,13 @@ use std::time::{Duration, Instant, SystemTime};
 
 use coldsnap::capsule;
 use coldsnap::capture::checkpoint::{Checkpoint, CheckpointError};
-use coldsnap::capture::facts::{ProcessFacts, Tools};
+use coldsnap::capture::facts::{CheckpointFacts, ProcessFacts, Tools};
 use coldsnap::capture::layer::{Layer, write_layer};
 use coldsnap::capture::preflight::{Finding, preflight};
 use coldsnap::capture::run::{CaptureError, CaptureReport, CaptureRequest, capture};
 use coldsnap::capture::scope::MappingScope;
 use coldsnap::capture::source::model_source;
+use coldsnap::recover::locate;
 use coldsnap::store::{NodeStore, StoreError};
 use containerd_client::types::Descriptor;
 use serde::Serialize;
@@ -379,6 +380,16 @@ impl Job {
         changes
     }
 
+    /// Where the container has the files of `--model`, for a recovery in a container with the same mounts. `root` is
+    /// the container's root.
+    fn checkpoint_seen(&self, root: &Path) -> Vec<CheckpointFacts> {
+        let spec = self.container.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
+        let spec: serde_json::Value = serde_json::from_slice(spec).unwrap_or_default();
+        let binds = locate::binds(&spec);
+        let models = self.args.model.iter();
+        models.filter_map(|path| locate::seen_by_container(path, root, &binds)).collect()
+    }
+
     /// Payload, residual, images, descriptor, layer: everything that needs no containerd, off the async threads.
     async fn build_capsule(&mut self) -> Result<(CaptureReport, Layer), CaptureCommandError> {
         let checkpoint = self.checkpoint.take();
@@ -396,6 +407,7 @@ impl Job {
             keep_tcp: self.args.tcp_established,
             process: ProcessFacts { args: self.facts.args.clone(), terminal: self.facts.terminal },
             binds: self.facts.binds.clone(),
+            checkpoint_seen: self.checkpoint_seen(&root),
             image_reference: self.args.image.clone(),
         };
         let work = move || -> Result<(CaptureReport, Layer), CaptureCommandError> {
@@ -415,6 +427,7 @@ impl Job {
                 store: &store,
                 checkpoint: checkpoint.as_ref(),
                 model_source,
+                checkpoint_seen: request.checkpoint_seen,
                 scope: request.scope,
                 keep_tcp: request.keep_tcp,
                 process: request.process,
@@ -442,5 +455,6 @@ struct OwnedRequest {
     keep_tcp: bool,
     process: ProcessFacts,
     binds: Vec<String>,
+    checkpoint_seen: Vec<CheckpointFacts>,
     image_reference: String,
 }
