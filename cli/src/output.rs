@@ -26,6 +26,11 @@ impl CliError {
         Self { kind: kind.into(), message: message.to_string(), printed: false }
     }
 
+    /// Its kind.
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+
     /// An error whose details stand in a result that was printed already: with `--json` nothing more is printed,
     /// because one command prints one JSON value.
     pub fn in_result(kind: impl Into<String>, message: impl Display) -> Self {
@@ -53,6 +58,7 @@ from_library!(
     coldsnap::recover::mode::ModeError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
+    coldsnap::store::WatermarkError,
 );
 
 /// Where results go.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, de};
 
-use crate::store::{DEFAULT_RESERVE, NodeStore};
+use crate::store::{DEFAULT_RESERVE, NodeStore, Watermark, Watermarks};
 
 /// Where the configuration is when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/coldsnap/config.toml";
@@ -39,10 +39,11 @@ pub struct StoreConfig {
     pub root: PathBuf,
     /// Free bytes that a write must leave on the file system.
     pub reserve: Bytes,
-    /// Bytes of payloads above which the least recently leased ones are evicted; none for never.
-    pub high_watermark: Option<Bytes>,
-    /// Bytes of payloads down to which is evicted; below `high_watermark`.
-    pub low_watermark: Option<Bytes>,
+    /// Bytes of payloads, or percent of the file system in use (`"85%"`), above which the least recently leased ones
+    /// are evicted; none for never.
+    pub high_watermark: Option<Watermark>,
+    /// Down to this is evicted; below `high_watermark`, in the same unit.
+    pub low_watermark: Option<Watermark>,
 }
 
 impl Default for StoreConfig {
@@ -242,19 +243,11 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), String> {
-        let StoreConfig { root, high_watermark: high, low_watermark: low, .. } = &self.store;
+        let root = &self.store.root;
         if !root.is_absolute() {
             return Err(format!("store.root: {} is not an absolute path", root.display()));
         }
-        match (high, low) {
-            (Some(high), Some(low)) if low >= high => {
-                return Err("store.low_watermark: it is not below store.high_watermark".to_owned());
-            }
-            (Some(_), None) | (None, Some(_)) => {
-                return Err("store: high_watermark and low_watermark are set both or not at all".to_owned());
-            }
-            _ => {}
-        }
+        self.store.watermarks()?;
         if let Some(path) = self.materialize.checkpoints.iter().find(|path| !path.is_absolute()) {
             return Err(format!("materialize.checkpoints: {} is not an absolute path", path.display()));
         }
@@ -266,7 +259,29 @@ impl Config {
 
     /// The node store that this configuration describes; creates nothing.
     pub fn node_store(&self) -> NodeStore {
-        NodeStore::at(&self.store.root).with_reserve(self.store.reserve.0)
+        self.store.at(&self.store.root)
+    }
+}
+
+impl StoreConfig {
+    /// The store at `root` with the limits of this configuration; creates nothing.
+    pub fn at(&self, root: &Path) -> NodeStore {
+        // They were checked when the file was read.
+        NodeStore::at(root).with_reserve(self.reserve.0).with_watermarks(self.watermarks().ok().flatten())
+    }
+
+    /// Both watermarks, or none.
+    ///
+    /// # Errors
+    /// When only one is set, or they do not go together.
+    pub fn watermarks(&self) -> Result<Option<Watermarks>, String> {
+        match (self.high_watermark, self.low_watermark) {
+            (None, None) => Ok(None),
+            (Some(high), Some(low)) => Watermarks::new(high, low)
+                .map(Some)
+                .map_err(|problem| format!("store.low_watermark: {problem}")),
+            _ => Err("store: high_watermark and low_watermark are set both or not at all".to_owned()),
+        }
     }
 }
 
@@ -313,8 +328,8 @@ mod tests {
             "#,
         )
         .unwrap();
-        assert_eq!(config.store.high_watermark, Some(Bytes(3 << 39)));
-        assert_eq!(config.store.low_watermark, Some(Bytes(800_000_000_000)));
+        assert_eq!(config.store.high_watermark, Some(Watermark::Bytes(3 << 39)));
+        assert_eq!(config.store.low_watermark, Some(Watermark::Bytes(800_000_000_000)));
         assert_eq!(config.staging.bandwidth_limit, Some(Bytes(100_000_000)));
         assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
         assert_eq!(config.materialize.checkpoints[0], Path::new("/srv/models"));
@@ -332,6 +347,8 @@ mod tests {
             ("[store]\nreserve = -1", "reserve"),
             ("[store]\nhigh_watermark = 5", "low_watermark"),
             ("[store]\nhigh_watermark = 5\nlow_watermark = 5", "store.low_watermark"),
+            ("[store]\nhigh_watermark = \"90%\"\nlow_watermark = 5", "both in percent"),
+            ("[store]\nhigh_watermark = \"101%\"\nlow_watermark = \"5%\"", "101%"),
             ("[materialize]\nmode = \"sometimes\"", "sometimes"),
             ("[materialize]\ncheckpoints = [\"models\"]", "materialize.checkpoints"),
             ("[[sources]]\nkind = \"ftp\"", "ftp"),

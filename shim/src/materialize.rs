@@ -6,11 +6,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use coldsnap::capsule;
-use coldsnap::capture::facts::CaptureFacts;
 use coldsnap::config::{Config, MaterializeMode};
 use coldsnap::format::artifact::PayloadRequirement;
 use coldsnap::recover::background;
-use coldsnap::recover::capsule::CapsuleDocuments;
+use coldsnap::recover::capsule::{CapsuleDocuments, facts};
 use coldsnap::recover::files::{Place, Places};
 use coldsnap::recover::locate::places;
 use coldsnap::recover::mode::resolve;
@@ -81,7 +80,7 @@ fn recover(start: &Start, store: &NodeStore, spec: &mut Spec, lacking: &[&str]) 
     }
     let wanted = |payload: &PayloadRequirement| lacking.contains(&payload.worker.as_str());
     let missing: Vec<PayloadRequirement> = capsule.artifact.payloads().into_iter().filter(wanted).collect();
-    let facts = CaptureFacts::read(&start.rootfs.join(capsule::CAPTURE_PATH)).map_err(|e| e.to_string())?;
+    let facts = facts(&start.rootfs).map_err(|e| e.to_string())?;
     let model = missing.first().and_then(|payload| capsule.model_source(&payload.worker));
     let configured = &config.materialize.checkpoints;
     let places = places(&facts.checkpoint, &start.rootfs, spec.document(), configured, model.as_ref());
@@ -105,7 +104,7 @@ fn rebuild(
     places: Vec<Place>,
     limits: Limits,
 ) -> Result<(), String> {
-    let store = &NodeStore::open(store.root()).map_err(|e| e.to_string())?.with_reserve(store.reserve());
+    NodeStore::open(store.root()).map_err(|e| e.to_string())?;
     let (capsule, files) = (Arc::new(capsule), Arc::new(Places(places)));
     for payload in missing {
         let began = Instant::now();
@@ -164,7 +163,9 @@ fn rebuild_later(
             info!("container {}: its payload is being rebuilt already", start.id);
             return;
         }
-        Ok(Some(directory)) => background::start(&program, store, &directory).map_err(|e| e.to_string()),
+        Ok(Some(directory)) => {
+            background::start(&program, store, None, &directory).map_err(|e| e.to_string())
+        }
         Err(error) => Err(error.to_string()),
     };
     match started {

@@ -59,7 +59,7 @@ pub fn node_store() -> NodeStore {
         Config::default()
     });
     match std::env::var_os(STORE_VARIABLE) {
-        Some(root) => NodeStore::at(root).with_reserve(config.store.reserve.0),
+        Some(root) => config.store.at(Path::new(&root)),
         None => config.node_store(),
     }
 }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use coldsnap::capsule;
 use coldsnap::capture::layer::read_layer_with;
-use coldsnap::config::{Config, MaterializeMode};
+use coldsnap::config::MaterializeMode;
 use coldsnap::digest::Digest;
 use coldsnap::format::MAX_DOCUMENT_BYTES;
 use coldsnap::format::artifact::PayloadRequirement;
@@ -23,6 +23,7 @@ use coldsnap::store::NodeStore;
 use serde::Serialize;
 
 use super::inspect::{capsule_layer, capsule_root};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Rebuild the payloads of a capsule from the checkpoint that they were captured from; nothing is published unless
@@ -110,14 +111,12 @@ struct Problem {
 ///
 /// # Errors
 /// There is no such capsule, or a payload cannot be rebuilt.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    let config = Config::of_node()?;
-    let limits = Limits { bandwidth: config.staging.bandwidth_limit.map(|limit| limit.0) };
-    let store = NodeStore::at(store).with_reserve(config.store.reserve.0);
+pub fn run(args: Args, node: &Node, config: &Path, output: &Output) -> Result<(), CliError> {
     if args.status {
-        return status(&args, &store, output);
+        return status(&args, &node.store(), output);
     }
-    let store = NodeStore::open(store.root())?.with_reserve(store.reserve());
+    let limits = Limits { bandwidth: node.config.staging.bandwidth_limit.map(|limit| limit.0) };
+    let store = node.open_store()?;
     if let Some(directory) = &args.request {
         background::step_back();
         let request = Request::read(directory)?;
@@ -134,13 +133,14 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
         return Err(CliError::new("NotRecoverable", "the artifact has no model payload"));
     }
     resolve(Some(MaterializeMode::Required), None, &capsule.artifact)?;
-    let named = if args.checkpoint.is_empty() { &config.materialize.checkpoints } else { &args.checkpoint };
+    let named =
+        if args.checkpoint.is_empty() { &node.config.materialize.checkpoints } else { &args.checkpoint };
     let places = |worker: &str| {
         let model = capsule.model_source(worker);
         named.iter().map(|path| Place::named(path, model.as_ref())).collect::<Vec<_>>()
     };
     if args.background {
-        return in_background(&store, &capsule, &workers, &places(&workers[0]), output);
+        return in_background(&store, config, &capsule, &workers, &places(&workers[0]), output);
     }
     rebuild(&store, &capsule, &workers, Trigger::Command, &places, limits, output)
 }
@@ -236,6 +236,7 @@ fn rebuild_one(
 
 fn in_background(
     store: &NodeStore,
+    config: &Path,
     capsule: &CapsuleDocuments,
     workers: &[String],
     places: &[Place],
@@ -254,7 +255,7 @@ fn in_background(
         None => None,
         Some(directory) => {
             let program = std::env::current_exe().map_err(|e| CliError::new("Io", e))?;
-            let started = background::start(&program, store, &directory);
+            let started = background::start(&program, store, Some(config), &directory);
             Some(started.map_err(|e| CliError::new("Io", format!("cannot start a process: {e}")))?)
         }
     };

@@ -483,6 +483,6 @@ fn checkpoint_seen(request: &CaptureRequest<'_>) -> Vec<CheckpointFacts> {
     if !request.checkpoint_seen.is_empty() {
         return request.checkpoint_seen.clone();
     }
-    let earlier = CaptureFacts::read(&request.container_root.join(capsule::CAPTURE_PATH));
+    let earlier = crate::recover::capsule::facts(request.container_root);
     earlier.map(|facts| facts.checkpoint).unwrap_or_default()
 }

@@ -113,13 +113,18 @@ pub fn program() -> Option<PathBuf> {
 }
 
 /// Starts the process for what [`schedule`] wrote, and does not wait for it. The caller reaps it, or ends before it.
+/// Without `config` it reads the configuration that the environment names.
 ///
 /// # Errors
 /// The program cannot be executed.
-pub fn start(program: &Path, store: &NodeStore, directory: &Path) -> io::Result<u32> {
+pub fn start(program: &Path, store: &NodeStore, config: Option<&Path>, directory: &Path) -> io::Result<u32> {
     let log =
         OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(directory.join(LOG))?;
-    let child = Command::new(program)
+    let mut command = Command::new(program);
+    if let Some(config) = config {
+        command.arg("--config").arg(std::path::absolute(config)?);
+    }
+    let child = command
         .arg("--store")
         .arg(store.root())
         .arg("materialize")

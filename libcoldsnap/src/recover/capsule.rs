@@ -9,6 +9,7 @@ use std::path::Path;
 use super::RecoverError;
 use super::plan::RebuildPlan;
 use crate::capsule;
+use crate::capture::facts::CaptureFacts;
 use crate::digest::Digest;
 use crate::durable;
 use crate::extent::LayoutError;
@@ -28,6 +29,17 @@ pub struct CapsuleDocuments {
     pub digest: Digest,
     /// Content by path below the container's root.
     files: BTreeMap<String, Vec<u8>>,
+}
+
+/// The facts of the capture of the capsule below `root`. No link is followed.
+///
+/// # Errors
+/// They cannot be read or are malformed.
+pub fn facts(root: &Path) -> Result<CaptureFacts, RecoverError> {
+    let path = capsule::CAPTURE_PATH;
+    let problem = |problem: String| RecoverError::Capsule { path: path.to_owned(), problem };
+    let bytes = root::read(root, path).map_err(|e| problem(e.to_string()))?;
+    CaptureFacts::parse(path, &bytes).map_err(|e| problem(e.to_string()))
 }
 
 /// Whether a path below the container's root is one of these documents.

@@ -21,8 +21,9 @@ use crate::digest::Digest;
 use crate::format::artifact::{Artifact, PayloadRequirement};
 use crate::store::{AdmitError, AdmittedPayload, NodeStore};
 
-pub use layout::LayoutMismatch;
+pub use layout::{LayoutMismatch, compare_images};
 pub use read_ahead::ReadAhead;
+pub use root::open_file as open_below;
 
 /// What the annotation `coldsnap.io/restore` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -76,7 +76,7 @@ impl NodeStore {
     }
 
     /// Gives a written staging file its name, unless the payload is there already.
-    fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
+    pub(super) fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
         let Staged { digest: Some(digest), bytes, .. } = staged else {
             let source = io::Error::other("the staging file was not written");
             return Err(StoreError::io("adopt", &staged.path)(source));
@@ -101,7 +101,8 @@ pub(super) const fn is_replaceable(error: &AdmitError) -> bool {
 }
 
 /// A pack that is being written. Removed when dropped before its commit.
-struct Staged {
+#[derive(Debug)]
+pub(super) struct Staged {
     path: PathBuf,
     file: File,
     bytes: u64,
@@ -110,9 +111,9 @@ struct Staged {
 }
 
 impl Staged {
-    fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
+    pub(super) fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
         let directory = store.payload_directory();
-        require_space(store, &directory, bytes)?;
+        store.make_room(bytes)?;
         let tid = rustix::thread::gettid().as_raw_nonzero();
         let path = directory.join(format!("{UNNAMED}{}-{tid}{STAGING}", std::process::id()));
         let file = create_locked(&path).map_err(StoreError::io("create", &path))?;
@@ -140,6 +141,19 @@ impl Staged {
         Ok(())
     }
 
+    /// Writes what is in another file, and returns its digest.
+    pub(super) fn copy(
+        &mut self,
+        source: &File,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Digest, StoreError> {
+        let fail = |action| StoreError::io(action, &self.path);
+        let digest = pack_writer::copy(source, &self.file, self.bytes, progress).map_err(fail("copy to"))?;
+        rustix::fs::fdatasync(&self.file).map_err(|e| fail("sync")(e.into()))?;
+        self.digest = Some(digest);
+        Ok(digest)
+    }
+
     fn commit(
         mut self,
         store: &NodeStore,
@@ -164,7 +178,7 @@ impl Drop for Staged {
 }
 
 /// Creates a file and locks it, so that a sweep knows that its writer lives.
-fn create_locked(path: &Path) -> io::Result<File> {
+pub(super) fn create_locked(path: &Path) -> io::Result<File> {
     loop {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         flock(&file, FlockOperation::LockExclusive)?;
@@ -173,17 +187,6 @@ fn create_locked(path: &Path) -> io::Result<File> {
             return Ok(file);
         }
     }
-}
-
-pub(super) fn require_space(store: &NodeStore, directory: &Path, needed: u64) -> Result<(), StoreError> {
-    let statvfs = rustix::fs::statvfs(directory)
-        .map_err(|e| StoreError::io("inspect the file system of", directory)(e.into()))?;
-    let available = statvfs.f_bavail.saturating_mul(statvfs.f_frsize);
-    let reserve = store.reserve;
-    if available >= needed.saturating_add(reserve) {
-        return Ok(());
-    }
-    Err(StoreError::InsufficientSpace { path: directory.to_owned(), needed, reserve, available })
 }
 
 /// Sums all extents on all cores, the largest first.

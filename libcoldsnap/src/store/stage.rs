@@ -15,7 +15,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::lock::DigestLock;
 use super::pack_writer::{self, ALIGNMENT, AlignedBuffer};
-use super::publish::{is_replaceable, require_space};
+use super::publish::is_replaceable;
+use super::remove::remove;
 use super::sweep::STAGING;
 use super::verify::{READ_BYTES, wait_out_tick};
 use super::{AdmitError, AdmittedPayload, NodeStore, StoreError, blob_name};
@@ -105,7 +106,7 @@ impl NodeStore {
         }
         let mut staged = self.take_over(digest, bytes, lock)?;
         staged.hash_left(progress)?;
-        require_space(self, &self.payload_directory(), bytes - staged.written)?;
+        self.make_room(bytes - staged.written)?;
         staged.reserve_blocks()?;
         Ok(Staging::Needed(Box::new(staged)))
     }
@@ -343,12 +344,5 @@ impl Drop for StagedPayload {
         {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty staging file");
         }
-    }
-}
-
-fn remove(path: &Path) -> Result<(), StoreError> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(e)),
-        _ => Ok(()),
     }
 }

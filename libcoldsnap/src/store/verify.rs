@@ -158,11 +158,22 @@ impl NodeStore {
         digest: &Digest,
         bytes: Option<u64>,
         progress: &mut dyn FnMut(u64),
+        lock: &DigestLock,
+    ) -> Result<AdmittedPayload, AdmitError> {
+        match self.admit_by_record(digest, bytes)? {
+            Some(payload) => Ok(payload),
+            None => self.admit_by_content(digest, bytes, progress, lock),
+        }
+    }
+
+    /// [`Self::admit_locked`] that hashes the payload whatever its record says.
+    pub(super) fn admit_by_content(
+        &self,
+        digest: &Digest,
+        bytes: Option<u64>,
+        progress: &mut dyn FnMut(u64),
         _lock: &DigestLock,
     ) -> Result<AdmittedPayload, AdmitError> {
-        if let Some(payload) = self.admit_by_record(digest, bytes)? {
-            return Ok(payload);
-        }
         let path = self.payload_path(digest);
         let mut bytes_hashed = 0;
         for _ in 0..ATTEMPTS {
@@ -267,7 +278,7 @@ impl NodeStore {
 }
 
 /// The digest of a whole file from offset 0.
-fn hash(mut file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+pub(super) fn hash(mut file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
     // Only a hint.
     let _ = rustix::fs::fadvise(file, 0, None, Advice::Sequential);
     let mut buffer = vec![0; READ_BYTES];
