@@ -15,6 +15,7 @@
 //! process leaves no lock behind. A path here is always derived from a digest. Every temporary name that belongs
 //! to a digest is written and removed under that digest's lock; an unnamed staging file is locked itself.
 
+mod admit_all;
 mod error;
 mod evict;
 mod export;
@@ -42,6 +43,7 @@ use std::path::{Path, PathBuf};
 use crate::digest::Digest;
 use crate::format::validation::{self, FileIdentity, ValidationRecord};
 
+pub use admit_all::Admission;
 pub use error::{AdmitError, StoreError};
 pub use evict::{Evicted, Eviction, EvictionFailure};
 pub use export::Exported;

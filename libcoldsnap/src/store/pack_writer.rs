@@ -8,9 +8,8 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
-use sha2::{Digest as _, Sha256};
 
-use crate::digest::Digest;
+use crate::digest::{Digest, Sha256};
 use crate::format::pack;
 
 /// One write; long enough for the device, four of them small enough for every node.
@@ -45,14 +44,14 @@ pub(super) fn hash_stream<'a>(
     stream: impl Iterator<Item = &'a [u8]>,
     progress: &mut dyn FnMut(u64),
 ) -> Digest {
-    let mut sha256 = Sha256::new();
+    let mut sha256 = Sha256::default();
     for chunk in stream {
         for piece in chunk.chunks(PIECE_BYTES) {
             sha256.update(piece);
             progress(piece.len() as u64);
         }
     }
-    Digest::from_bytes(sha256.finalize().into())
+    sha256.finish()
 }
 
 /// Writes a stream, whose length is a multiple of 4096, from offset 0, and returns its digest.
@@ -87,7 +86,7 @@ pub(super) fn copy(
 ) -> io::Result<Digest> {
     let mut buffer = AlignedBuffer::new();
     let mut chunk = vec![0; PIECE_BYTES];
-    let mut sha256 = Sha256::new();
+    let mut sha256 = Sha256::default();
     let (mut read, mut written) = (0, 0);
     while read < bytes {
         let wanted = usize::try_from(bytes - read).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
@@ -111,7 +110,7 @@ pub(super) fn copy(
             Err(e) => return Err(e),
         }
     }
-    Ok(Digest::from_bytes(sha256.finalize().into()))
+    Ok(sha256.finish())
 }
 
 /// Writes past the page cache, or through it where the file system has other rules of alignment.
@@ -133,7 +132,7 @@ fn fill_buffers<'a>(
     full: &SyncSender<AlignedBuffer>,
     progress: &mut dyn FnMut(u64),
 ) -> Digest {
-    let mut sha256 = Sha256::new();
+    let mut sha256 = Sha256::default();
     let mut current: Option<AlignedBuffer> = None;
     'stream: for mut chunk in stream {
         while !chunk.is_empty() {
@@ -159,7 +158,7 @@ fn fill_buffers<'a>(
         // If the writer is gone its result says why.
         let _ = full.send(buffer);
     }
-    Digest::from_bytes(sha256.finalize().into())
+    sha256.finish()
 }
 
 fn write_buffers(

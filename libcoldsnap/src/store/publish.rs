@@ -17,7 +17,7 @@ use rustix::fs::FlockOperation;
 use super::lock::{DigestLock, flock};
 use super::sweep::{STAGING, UNNAMED};
 use super::{AdmitError, AdmittedPayload, NodeStore, StoreError, pack_writer};
-use crate::digest::Digest;
+use crate::digest::{Digest, lanes};
 use crate::format::pack::{self, ExtentSum, ExtentSummer, PackLayout};
 
 /// Bytes that are summed twice (SHA-256, CRC-32) while they are in the second-level cache.
@@ -189,7 +189,7 @@ pub(super) fn create_locked(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Sums all extents on all cores, the largest first.
+/// Sums all extents on all cores, the largest first, two at a time on each core.
 fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<ExtentSum> {
     let mut order: Vec<usize> = (0..extents.len()).collect();
     order.sort_by_key(|&n| std::cmp::Reverse(extents[n].iter().map(|chunk| chunk.len()).sum::<usize>()));
@@ -201,22 +201,28 @@ fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<Ext
         for _ in 0..threads {
             let (sender, order, next) = (sender.clone(), &order, &next);
             scope.spawn(move || {
-                while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let mut summer = ExtentSummer::default();
-                    for piece in extents[n].iter().flat_map(|chunk| chunk.chunks(PIECE_BYTES)) {
-                        summer.update(piece);
-                        // The receiver outlives the threads.
-                        let _ = sender.send(Event::Bytes(piece.len() as u64));
-                    }
-                    let _ = sender.send(Event::Sum(n, summer.finish()));
-                }
+                // The receiver outlives the threads.
+                lanes::sum_all::<_, _, ExtentSummer>(
+                    || {
+                        let n = *order.get(next.fetch_add(1, Ordering::Relaxed))?;
+                        Some((n, Pieces::of(&extents[n])))
+                    },
+                    |n, sum| {
+                        let _ = sender.send(Event::Sum(n, sum));
+                    },
+                    |bytes| {
+                        let _ = sender.send(Event::Bytes(bytes));
+                    },
+                );
             });
         }
         drop(sender);
         for event in receiver {
             match event {
                 Event::Bytes(bytes) => progress(bytes),
-                Event::Sum(n, sum) => sums[n] = sum,
+                Event::Sum(n, Ok(sum)) => sums[n] = sum,
+                // Memory has no errors.
+                Event::Sum(_, Err(_)) => {}
             }
         }
     });
@@ -225,5 +231,41 @@ fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<Ext
 
 enum Event {
     Bytes(u64),
-    Sum(usize, ExtentSum),
+    Sum(usize, io::Result<ExtentSum>),
+}
+
+/// The chunks of an extent as a stream of pieces.
+struct Pieces<'a> {
+    chunks: std::slice::Iter<'a, &'a [u8]>,
+    chunk: &'a [u8],
+}
+
+impl<'a> Pieces<'a> {
+    fn of(chunks: &'a [&'a [u8]]) -> Self {
+        Self { chunks: chunks.iter(), chunk: &[] }
+    }
+}
+
+impl io::BufRead for Pieces<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        while self.chunk.is_empty() {
+            match self.chunks.next() {
+                Some(chunk) => self.chunk = chunk,
+                None => break,
+            }
+        }
+        Ok(&self.chunk[..self.chunk.len().min(PIECE_BYTES)])
+    }
+
+    fn consume(&mut self, taken: usize) {
+        self.chunk = &self.chunk[taken..];
+    }
+}
+
+impl io::Read for Pieces<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let taken = io::Read::read(&mut io::BufRead::fill_buf(self)?, buffer)?;
+        io::BufRead::consume(self, taken);
+        Ok(taken)
+    }
 }

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::config::Bytes;
 
@@ -97,6 +97,13 @@ impl fmt::Display for Watermark {
                 write!(f, "{}{name}", bytes >> shift)
             }
         }
+    }
+}
+
+/// As it is parsed.
+impl Serialize for Watermark {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

@@ -230,9 +230,11 @@ impl Recoverable {
         change(&mut value);
         self.save(name, &value);
         let mut artifact = read("artifact.json");
-        for object in artifact["capsule"]["objects"].as_array_mut().unwrap() {
-            let path = self.path(object["path"].as_str().unwrap());
-            let Ok(bytes) = fs::read(path) else { continue };
+        let objects = artifact["capsule"]["objects"].as_array_mut().unwrap();
+        // The sample's residual is not part of this capsule.
+        objects.retain(|object| self.path(object["path"].as_str().unwrap()).exists());
+        for object in objects {
+            let bytes = fs::read(self.path(object["path"].as_str().unwrap())).unwrap();
             object["bytes"] = json!(bytes.len());
             object["sha256"] = json!(Digest::of(&bytes).to_string());
         }
