@@ -250,7 +250,7 @@ fn an_sglang_artifact_is_rejected_with_the_reason() {
     case.made.edit("artifact.json", |artifact| artifact["launch"]["engine"] = json!("sglang"));
     for more in [&[][..], &["--background"]] {
         let message = case.fails(&[&words(&case.materialize())[..], more].concat(), "MaterializeRejected");
-        assert!(message.contains("SGLang") && message.contains("readiness"), "{message}");
+        assert!(message.contains("SGLang") && message.contains("canonical"), "{message}");
     }
     assert!(!Path::new(&case.payload()).exists());
 }

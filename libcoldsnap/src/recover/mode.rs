@@ -15,10 +15,10 @@ pub enum ModeError {
         /// It.
         found: String,
     },
-    /// The engine has no recovery path that could serve or wait meanwhile.
+    /// The engine's packs do not follow from a checkpoint.
     #[error(
-        "materialization {} is not possible for an SGLang artifact ({engine}): its readiness does not belong to a \
-         recovery from the checkpoint, so that a payload can be staged or imported but not rebuilt; use off",
+        "materialization {} is not possible for an SGLang artifact ({engine}): its pack is not canonical across \
+         captures, so that it can be staged or imported but not rebuilt from the checkpoint; use off",
         name(*.mode)
     )]
     Rejected {
@@ -137,7 +137,7 @@ mod tests {
         let sample = artifact(include_str!("../../tests/samples/artifact-n580.json"), "sglang");
         let error = resolve(Some(MaterializeMode::Async), None, &sample).unwrap_err();
         assert_eq!(error.kind(), "MaterializeRejected");
-        for said in ["SGLang", "async", "readiness", "use off"] {
+        for said in ["SGLang", "async", "not canonical across captures", "use off"] {
             assert!(error.to_string().contains(said), "{error}");
         }
     }

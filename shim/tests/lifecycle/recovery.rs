@@ -239,7 +239,7 @@ async fn an_sglang_artifact_rejects_both_with_the_reason() {
         })
         .await;
         let said = message(story.create().await);
-        assert!(said.contains("SGLang") && said.contains("readiness"), "{said}");
+        assert!(said.contains("SGLang") && said.contains("canonical"), "{said}");
         assert!(story.state().is_none() && !story.payload().exists());
         story.shim.shut_down().await;
     }
