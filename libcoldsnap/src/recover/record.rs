@@ -39,6 +39,8 @@ const DIRECTORY: &str = "materializations";
 const EVERY: Duration = Duration::from_secs(1);
 /// How often waiting work looks whether the lock is free.
 const LOOK: Duration = Duration::from_millis(50);
+/// How often a lock is tried until somebody is taken to work under it.
+const LOOKS: u32 = 3;
 
 /// Where a materialization is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -285,12 +287,18 @@ pub fn note(
     failure: Option<&Reason>,
 ) -> Result<bool, DocumentError> {
     make_directory(store, &capsule.digest)?;
-    let Some(mut record) = Record::try_begin(store, capsule, payload, trigger)? else { return Ok(false) };
-    record.document.state = if failure.is_some() { State::Failed } else { State::Scheduled };
-    record.document.reason = failure.cloned();
-    record.document.writer = None;
-    record.write()?;
-    Ok(true)
+    for _ in 0..LOOKS {
+        if let Some(mut record) = Record::try_begin(store, capsule, payload, trigger)? {
+            record.document.state = if failure.is_some() { State::Failed } else { State::Scheduled };
+            record.document.reason = failure.cloned();
+            record.document.writer = None;
+            record.write()?;
+            return Ok(true);
+        }
+        // Whoever asks for the state holds the lock for a moment too.
+        std::thread::sleep(LOOK);
+    }
+    Ok(false)
 }
 
 /// Exclusive work on one worker's payload, and its state.

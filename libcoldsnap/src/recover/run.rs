@@ -123,10 +123,15 @@ pub fn materialize(
         }
         Err(error) => error,
     };
-    let in_store = match store.admit(&payload.digest, Some(payload.bytes), &mut |_| {}) {
-        Err(AdmitError::DigestMismatch { .. } | AdmitError::SizeMismatch { .. }) => true,
+    // What could not be rebuilt may be there, and wrong: that was not replaced.
+    let wrong_in_store = || {
+        let admitted = store.admit(&payload.digest, Some(payload.bytes), &mut |_| {});
+        matches!(admitted, Err(AdmitError::DigestMismatch { .. } | AdmitError::SizeMismatch { .. }))
+    };
+    let corrupt = match error {
+        MaterializeError::Recover(_) => error.is_other_content() || wrong_in_store(),
         _ => error.is_other_content(),
     };
-    record.end(if in_store { State::Corrupt } else { State::Failed }, Some(error.reason()));
+    record.end(if corrupt { State::Corrupt } else { State::Failed }, Some(error.reason()));
     Err(error)
 }
