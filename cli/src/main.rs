@@ -20,7 +20,8 @@ use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 use crate::commands::{
-    capabilities, capture, check, config, doctor, inspect, overlay, payload, publish_native, rm, verify,
+    capabilities, capture, check, config, doctor, inspect, materialize, overlay, payload, publish_native, rm,
+    verify,
 };
 use crate::node::Node;
 use crate::output::Output;
@@ -53,6 +54,7 @@ enum Command {
     Rm(rm::Args),
     PublishNative(publish_native::Args),
     Config(config::Args),
+    Materialize(materialize::Args),
     Doctor(doctor::Args),
     /// Print what this build can do.
     Capabilities,
@@ -73,6 +75,9 @@ fn main() -> ExitCode {
         Command::Rm(args) => node().and_then(|node| rm::run(args, &node, &output)),
         Command::PublishNative(args) => node().and_then(|node| publish_native::run(&args, &node, &output)),
         Command::Config(args) => config::run(&args, &cli.config, cli.store.as_deref(), &output),
+        Command::Materialize(args) => {
+            node().and_then(|node| materialize::run(args, &node, &cli.config, &output))
+        }
         Command::Doctor(args) => node().and_then(|node| doctor::run(args, &node, &output)),
         Command::Capabilities => capabilities::run(&output),
     };

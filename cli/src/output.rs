@@ -63,6 +63,8 @@ from_library!(
     coldsnap::hub::PlaceError,
     coldsnap::hub::TokenError,
     coldsnap::publish::PublishError,
+    coldsnap::recover::RecoverError,
+    coldsnap::recover::mode::ModeError,
     coldsnap::source::BringError,
     coldsnap::source::SourceError,
     coldsnap::store::AdmitError,

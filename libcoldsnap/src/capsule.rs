@@ -28,8 +28,15 @@ pub const CAPTURE_LABEL: &str = "coldsnap.io/capture";
 pub const RESTORE_ANNOTATION: &str = "coldsnap.io/restore";
 /// Spec annotation: `auto` or `never`.
 pub const OVERLAY_ANNOTATION: &str = "coldsnap.io/overlay";
+/// Spec annotation: `off`, `async` or `required`.
+pub const MATERIALIZE_ANNOTATION: &str = "coldsnap.io/materialize";
 
 /// `opt/coldsnap/capsule/hydration/<worker>`, relative to the container's root.
 pub fn worker_dir(worker: &str) -> PathBuf {
     PathBuf::from(HYDRATION_DIR).join(worker)
+}
+
+/// Where a container has the payload of a worker: an absolute path in it.
+pub fn payload_destination(worker: &str) -> String {
+    format!("/{HYDRATION_DIR}/{worker}/{PACK_NAME}")
 }

@@ -15,6 +15,9 @@ use crate::store::{DEFAULT_RESERVE, NodeStore, Watermark, Watermarks};
 /// Where the configuration is when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/coldsnap/config.toml";
 
+/// Environment variable that names another file.
+pub const PATH_VARIABLE: &str = "COLDSNAP_CONFIG";
+
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
@@ -87,6 +90,10 @@ pub struct MaterializeConfig {
     /// When; none for the engine's default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mode: Option<MaterializeMode>,
+    /// Directories that are searched for checkpoints: with checkpoint files in them, snapshots of a Hugging Face cache,
+    /// or whole caches.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub checkpoints: Vec<PathBuf>,
 }
 
 /// When a missing payload is rebuilt from the pinned checkpoint.
@@ -273,6 +280,15 @@ impl Config {
         }
     }
 
+    /// Reads the file that the environment names (`COLDSNAP_CONFIG`), else the one at [`DEFAULT_PATH`].
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub fn of_node() -> Result<Self, ConfigError> {
+        let path = std::env::var_os(PATH_VARIABLE).unwrap_or_else(|| DEFAULT_PATH.into());
+        Self::read(Path::new(&path))
+    }
+
     /// Parses a configuration; `path` names it in errors.
     ///
     /// # Errors
@@ -291,6 +307,9 @@ impl Config {
             return Err(format!("store.root: {} is not an absolute path", root.display()));
         }
         self.store.watermarks()?;
+        if let Some(path) = self.materialize.checkpoints.iter().find(|path| !path.is_absolute()) {
+            return Err(format!("materialize.checkpoints: {} is not an absolute path", path.display()));
+        }
         if self.staging.bandwidth_limit == Some(Bytes(0)) {
             return Err("staging.bandwidth_limit: 0; leave it out for no limit".to_owned());
         }
@@ -367,6 +386,7 @@ mod tests {
             bandwidth_limit = "100MB"
             [materialize]
             mode = "required"
+            checkpoints = ["/srv/models", "/root/.cache/huggingface/hub"]
             [huggingface]
             endpoint = "https://hub.example"
             token_file = "/etc/coldsnap/hub-token"
@@ -389,6 +409,7 @@ mod tests {
         assert_eq!(config.store.low_watermark, Some(Watermark::Bytes(800_000_000_000)));
         assert_eq!(config.staging.bandwidth_limit, Some(Bytes(100_000_000)));
         assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
+        assert_eq!(config.materialize.checkpoints[0], Path::new("/srv/models"));
         assert_eq!(parse(&config.to_toml().unwrap()).unwrap(), config, "what is printed can be read");
         assert_eq!(config.sources.len(), 3);
         assert_eq!(config.node_store().root(), Path::new("/srv/coldsnap"));
@@ -407,6 +428,7 @@ mod tests {
             ("[store]\nhigh_watermark = \"90%\"\nlow_watermark = 5", "both in percent"),
             ("[store]\nhigh_watermark = \"101%\"\nlow_watermark = \"5%\"", "101%"),
             ("[materialize]\nmode = \"sometimes\"", "sometimes"),
+            ("[materialize]\ncheckpoints = [\"models\"]", "materialize.checkpoints"),
             ("[[sources]]\nkind = \"ftp\"", "ftp"),
             ("[[sources]]\nkind = \"directory\"", "path"),
             ("[[sources]]\nkind = \"directory\"\npath = \"/x\"\nuser = \"y\"", "user"),

@@ -19,6 +19,7 @@ pub mod node;
 pub mod overlay;
 #[cfg(feature = "sources")]
 pub mod publish;
+pub mod recover;
 pub mod restore;
 pub mod source;
 pub mod store;

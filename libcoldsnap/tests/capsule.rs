@@ -140,6 +140,7 @@ fn capture_into(dir: &Path, dump: &Path, root: &Path, checkpoint: Option<&Path>)
         store: &store(dir),
         checkpoint: opened.as_ref(),
         model_source: checkpoint.zip(opened.as_ref()).map(|(path, c)| model_source(path, c)),
+        checkpoint_seen: Vec::new(),
         scope: MappingScope::All,
         keep_tcp: false,
         process: ProcessFacts { args: vec!["server".into(), "-m".into()], terminal: false },

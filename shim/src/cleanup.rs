@@ -10,6 +10,7 @@ use time::OffsetDateTime;
 use crate::cgroup;
 use crate::container::{INIT_PID_FILE, read_pid};
 use crate::exit::timestamp;
+use crate::materialize::release_leases;
 use crate::mount::unmount_below;
 use crate::options::Options;
 use crate::reaper::{KILLED, Reaper};
@@ -44,6 +45,7 @@ pub async fn after_dead_shim(
         Err(error) => report(&error),
     }
     unmount_below(bundle).unwrap_or_else(|error| report(&error));
+    release_leases(bundle, namespace, id);
     let pid = read_pid(&bundle.join(INIT_PID_FILE)).unwrap_or_default();
     DeleteResponse {
         pid: u32::try_from(pid).unwrap_or_default(),

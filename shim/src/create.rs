@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use coldsnap::config::MaterializeMode;
 use coldsnap::restore::{ModeError, RestoreMode};
 use containerd_shim_protos::api::CreateTaskRequest;
 use containerd_shim_protos::events::task::{TaskCreate, TaskIO};
@@ -13,11 +14,12 @@ use crate::console::ConsoleSocket;
 use crate::container::{CRIU_CONFIG_FILE, Container, Host, NewContainer, read_pid};
 use crate::error::TaskError;
 use crate::exit::begin_init;
+use crate::materialize::{Start, decide_and_recover, release_leases};
 use crate::mount::{RootMounts, mount_all, unmount_below};
 use crate::options::Options;
 use crate::overlay::{self, OverlayMode, OverlayModeError, Root};
 use crate::process::Process;
-use crate::restore::{NoRestore, Plan, decide, from_checkpoint};
+use crate::restore::{NoRestore, Plan, from_checkpoint};
 use crate::runc::{self, ChildStdio};
 use crate::spec::{Namespace, Spec};
 use crate::stdio::{ShimEnds, StdioRequest, make_pipes};
@@ -36,8 +38,10 @@ pub async fn create(host: Host, request: CreateTaskRequest) -> Result<Arc<Contai
     options.save(&bundle)?;
     let mounts = RootMounts::sort(request.rootfs.clone())?;
     let rootfs = bundle.join("rootfs");
+    let (namespace, id) = (host.namespace.clone(), request.id.clone());
     create_in(host, request, options, &mounts, &rootfs).await.inspect_err(|_| {
         unmount_below(&rootfs).unwrap_or_else(|error| warn!("after a failed create: {error}"));
+        release_leases(&bundle, &namespace, &id);
     })
 }
 
@@ -123,12 +127,20 @@ async fn decide_restore(
         }
         None => OverlayMode::default(),
     };
+    let materialize = match spec.annotation(coldsnap::capsule::MATERIALIZE_ANNOTATION) {
+        Some(text) => {
+            let mode = text.parse::<MaterializeMode>();
+            Some(mode.map_err(|error| TaskError::InvalidArgument(error.to_string()))?)
+        }
+        None => None,
+    };
     let root = Root {
         mounted: mounted.to_owned(),
         path: spec.rootfs().unwrap_or_else(|| mounted.to_owned()),
         mounts: mounts.direct.clone(),
         spec: spec.into_document(),
         mode,
+        materialize,
     };
     if mode != RestoreMode::Never && overlay == OverlayMode::Auto {
         let began = Instant::now();
@@ -145,12 +157,22 @@ fn refused(error: NoRestore) -> TaskError {
 }
 
 /// Decides about the capsule in the root's own layers; a cold start that should have been a restore is announced.
+/// Payloads that are missing are rebuilt if that is asked for, and then the container's spec in the bundle has their binds.
 ///
 /// # Errors
 /// A required restore was refused.
 pub async fn decide_portable(container: &Container, root: Root) -> Result<Option<Plan>, TaskError> {
-    // It may hash a payload of many gigabytes.
-    let decision = tokio::task::spawn_blocking(move || decide(&root.path, &root.spec, root.mode));
+    let spec = Spec::load(&container.bundle)?;
+    let start = Start {
+        id: container.id.clone(),
+        namespace: container.host.namespace.clone(),
+        bundle: container.bundle.clone(),
+        rootfs: root.path,
+        restore: root.mode,
+        materialize: root.materialize,
+    };
+    // It may hash or rebuild a payload of many gigabytes.
+    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, spec));
     match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {
         Err(NoRestore::Fallback(reason)) => {
             warn!("container {}: cold start instead of a restore: {reason}", container.id);

@@ -8,6 +8,7 @@ use containerd_shim_protos::events::task::TaskDelete;
 use crate::container::Container;
 use crate::error::TaskError;
 use crate::exit::timestamp;
+use crate::materialize::release_leases;
 use crate::mount::unmount_below;
 use crate::process::Process;
 
@@ -47,6 +48,7 @@ pub async fn delete_container(container: &Arc<Container>) -> Result<DeleteRespon
     // It waits for a mount that is in use.
     let unmounted = tokio::task::spawn_blocking(move || unmount_below(&bundle)).await;
     unmounted.map_err(|error| TaskError::Other(format!("unmounting died: {error}")))??;
+    release_leases(&container.bundle, &container.host.namespace, &container.id);
     let response = response(init);
     container.host.events.publish(TaskDelete {
         container_id: container.id.clone(),

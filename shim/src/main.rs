@@ -17,6 +17,7 @@ mod exec;
 mod exit;
 mod features;
 mod manager;
+mod materialize;
 mod mount;
 mod network;
 mod oom;

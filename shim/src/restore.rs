@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 
+use coldsnap::config::Config;
 use coldsnap::criu::config::{EstablishedTcp, restore_config};
-use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestorePlan};
+use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestorePlan, RestoreRefused};
 use coldsnap::store::NodeStore;
-use log::info;
+use log::{info, warn};
 use serde_json::Value;
 use thiserror::Error;
 
@@ -45,19 +46,44 @@ pub enum NoRestore {
     Fallback(String),
 }
 
+impl NoRestore {
+    /// What `reason` means in this mode.
+    pub fn new(reason: &impl std::fmt::Display, mode: RestoreMode) -> Self {
+        match mode {
+            RestoreMode::Auto => Self::Fallback(reason.to_string()),
+            _ => Self::Refused(reason.to_string()),
+        }
+    }
+}
+
+/// The node store: the one that the environment names, else the configured one.
+pub fn node_store() -> NodeStore {
+    let config = Config::of_node().unwrap_or_else(|error| {
+        warn!("{error}; using the defaults");
+        Config::default()
+    });
+    match std::env::var_os(STORE_VARIABLE) {
+        Some(root) => config.store.at(Path::new(&root)),
+        None => config.node_store(),
+    }
+}
+
 /// Decides for a container whose request names no images: a plan, or `None` for an ordinary cold start.
 ///
 /// # Errors
 /// The container holds a capsule that cannot be restored here, or holds none and `mode` is `Require`.
-pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
-    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store: &store() }, mode) {
-        Ok(Decision::Restore(plan)) => Ok(Some(Plan::new(&plan, mode))),
-        Ok(Decision::Cold(reason)) => {
+pub fn decide(
+    store: &NodeStore,
+    rootfs: &Path,
+    spec: &Value,
+    mode: RestoreMode,
+) -> Result<Option<Plan>, RestoreRefused> {
+    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store }, mode)? {
+        Decision::Restore(plan) => Ok(Some(Plan::new(&plan, mode))),
+        Decision::Cold(reason) => {
             info!("cold start: {reason}");
             Ok(None)
         }
-        Err(refused) if mode == RestoreMode::Auto => Err(NoRestore::Fallback(refused.to_string())),
-        Err(refused) => Err(NoRestore::Refused(refused.to_string())),
     }
 }
 
@@ -67,17 +93,12 @@ pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<P
 /// # Errors
 /// Everything that stands against it.
 pub fn decide_overlay(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Plan, String> {
-    let live = LiveContainer { rootfs, spec, store: &store() };
+    let live = LiveContainer { rootfs, spec, store: &node_store() };
     match coldsnap::restore::decide(&live, RestoreMode::Require) {
         Ok(Decision::Restore(plan)) => Ok(Plan::new(&plan, mode)),
         Ok(Decision::Cold(reason)) => Err(reason.to_string()),
         Err(refused) => Err(refused.to_string()),
     }
-}
-
-/// The node store.
-pub fn store() -> NodeStore {
-    NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()))
 }
 
 impl Plan {
@@ -121,12 +142,17 @@ pub fn from_checkpoint(images: &str, parent: &str) -> Result<Plan, NoRestore> {
 mod tests {
     use super::*;
 
+    fn decided(rootfs: &Path, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
+        let store = NodeStore::at(rootfs.join("store"));
+        decide(&store, rootfs, &Value::Null, mode).map_err(|refused| NoRestore::new(&refused, mode))
+    }
+
     #[test]
     fn without_a_capsule_auto_is_cold_and_require_is_refused() {
         let rootfs = tempfile::tempdir().unwrap();
-        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Auto).unwrap().is_none());
-        assert!(decide(rootfs.path(), &Value::Null, RestoreMode::Never).unwrap().is_none());
-        let required = decide(rootfs.path(), &Value::Null, RestoreMode::Require);
+        assert!(decided(rootfs.path(), RestoreMode::Auto).unwrap().is_none());
+        assert!(decided(rootfs.path(), RestoreMode::Never).unwrap().is_none());
+        let required = decided(rootfs.path(), RestoreMode::Require);
         assert!(matches!(required, Err(NoRestore::Refused(_))));
     }
 
@@ -136,14 +162,8 @@ mod tests {
         let artifact = rootfs.path().join(coldsnap::capsule::ARTIFACT_PATH);
         std::fs::create_dir_all(artifact.parent().unwrap()).unwrap();
         std::fs::write(artifact, b"{}").unwrap();
-        assert!(matches!(
-            decide(rootfs.path(), &Value::Null, RestoreMode::Auto),
-            Err(NoRestore::Fallback(_))
-        ));
-        assert!(matches!(
-            decide(rootfs.path(), &Value::Null, RestoreMode::Require),
-            Err(NoRestore::Refused(_))
-        ));
+        assert!(matches!(decided(rootfs.path(), RestoreMode::Auto), Err(NoRestore::Fallback(_))));
+        assert!(matches!(decided(rootfs.path(), RestoreMode::Require), Err(NoRestore::Refused(_))));
     }
 
     #[test]

@@ -73,7 +73,12 @@ impl Spec {
         Ok(Self { path, value, changed: false })
     }
 
-    /// The same, and nothing else of this value.
+    /// The whole document.
+    pub const fn document(&self) -> &Value {
+        &self.value
+    }
+
+    /// The whole document, and nothing else of this value.
     pub fn into_document(self) -> Value {
         self.value
     }
@@ -106,6 +111,16 @@ impl Spec {
             Some("") => Namespace::Own,
             Some(path) => Namespace::Joined(path),
         }
+    }
+
+    /// Whether something is mounted at `destination`.
+    pub fn has_mount(&self, destination: &str) -> bool {
+        let mounts = self.value.get("mounts").and_then(Value::as_array);
+        let mut mounts = mounts.into_iter().flatten();
+        mounts.any(|mount| {
+            mount.get("destination").and_then(Value::as_str).map(|d| d.trim_end_matches('/'))
+                == Some(destination)
+        })
     }
 
     /// Makes the runtime mount `bind`; a mount that is there already stays alone.

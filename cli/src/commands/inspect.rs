@@ -90,15 +90,21 @@ fn single(path: &Path) -> Result<Option<(PathBuf, Summary)>, CliError> {
 /// # Errors
 /// When a file cannot be read.
 pub fn directory(path: &Path) -> io::Result<CapsuleFiles> {
+    capsule_root(path)?.map_or_else(|| Ok(CapsuleFiles::default()), |root| read_tree(&root))
+}
+
+/// The root filesystem or layer tree whose capsule a directory holds or is; none when it is neither.
+///
+/// # Errors
+/// When the path cannot be resolved.
+pub fn capsule_root(path: &Path) -> io::Result<Option<PathBuf>> {
     if path.join(capsule::ARTIFACT_PATH).exists() {
-        return read_tree(path);
+        return Ok(Some(path.to_owned()));
     }
     let absolute = path.canonicalize()?;
     let depth = Path::new(capsule::CAPSULE_DIR).components().count();
-    match absolute.ancestors().nth(depth) {
-        Some(root) if absolute == root.join(capsule::CAPSULE_DIR) => read_tree(root),
-        _ => Ok(CapsuleFiles::default()),
-    }
+    let root = absolute.ancestors().nth(depth).filter(|root| absolute == root.join(capsule::CAPSULE_DIR));
+    Ok(root.map(Path::to_owned))
 }
 
 /// The capsule of an image; nothing when it has none.
@@ -118,12 +124,27 @@ pub async fn capsule_files(
     containerd: &Containerd,
     image: &BaseImage,
 ) -> Result<CapsuleFiles, ContainerdError> {
-    let Some(layer) = image.capsule_layer() else { return Ok(CapsuleFiles::default()) };
+    match capsule_layer(containerd, image).await? {
+        None => Ok(CapsuleFiles::default()),
+        Some(file) => read_layer(BufReader::new(file))
+            .map_err(|source| ContainerdError::Io { path: "the capsule layer".to_owned(), source }),
+    }
+}
+
+/// The compressed capsule layer of an image in an unnamed file; none when the image has none.
+///
+/// # Errors
+/// When containerd does not deliver it.
+pub async fn capsule_layer(
+    containerd: &Containerd,
+    image: &BaseImage,
+) -> Result<Option<File>, ContainerdError> {
+    let Some(layer) = image.capsule_layer() else { return Ok(None) };
     let local = |source| ContainerdError::Io { path: format!("layer {layer}"), source };
     let mut file = tempfile().map_err(local)?;
     containerd.read_blob(&layer, |part| file.write_all(part)).await?;
     file.rewind().map_err(local)?;
-    read_layer(BufReader::new(file)).map_err(local)
+    Ok(Some(file))
 }
 
 /// An unnamed file; a layer is too large for memory.

@@ -6,6 +6,7 @@ pub mod check;
 pub mod config;
 pub mod doctor;
 pub mod inspect;
+pub mod materialize;
 pub mod overlay;
 pub mod payload;
 pub mod publish_native;

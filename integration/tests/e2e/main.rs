@@ -7,6 +7,7 @@ mod cold;
 mod commands;
 mod guests;
 mod overlay;
+mod recovery;
 mod refusals;
 mod restarts;
 mod restore;

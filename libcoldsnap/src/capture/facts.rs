@@ -47,6 +47,21 @@ pub struct CaptureFacts {
     pub keep_tcp: bool,
     /// Processes with mapped memory.
     pub workers: Vec<WorkerFacts>,
+    /// Where the container saw the checkpoint that its payloads come from; empty when it did not, and in what earlier
+    /// versions wrote.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub checkpoint: Vec<CheckpointFacts>,
+}
+
+/// A file or directory of the checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointFacts {
+    /// Absolute path in the container.
+    pub path: String,
+    /// The name that the recovery manifest has for the file; absent for a directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
 }
 
 /// Versions of tools.

@@ -54,6 +54,20 @@ pub fn write_layer(root: &Path, opaque: &Path, out: &Path) -> io::Result<Layer> 
 /// # Errors
 /// When it is no such layer, or a document is unreasonably large.
 pub fn read_layer(compressed: impl Read) -> io::Result<CapsuleFiles> {
+    let wanted = |path: &str| path == capsule::ARTIFACT_PATH || path == capsule::CAPTURE_PATH;
+    read_layer_with(compressed, wanted, MAX_DOCUMENT)
+}
+
+/// The same with the documents whose path is `wanted`, each at most `limit` bytes and all together too.
+///
+/// # Errors
+/// As [`read_layer`].
+pub fn read_layer_with(
+    compressed: impl Read,
+    wanted: impl Fn(&str) -> bool,
+    limit: u64,
+) -> io::Result<CapsuleFiles> {
+    let mut left = limit;
     let mut files = CapsuleFiles::default();
     let mut tar = tar::Archive::new(zstd::stream::Decoder::new(compressed)?);
     for entry in tar.entries()? {
@@ -63,10 +77,10 @@ pub fn read_layer(compressed: impl Read) -> io::Result<CapsuleFiles> {
             continue;
         }
         files.sizes.insert(path.clone(), entry.size());
-        if path == capsule::ARTIFACT_PATH || path == capsule::CAPTURE_PATH {
-            if entry.size() > MAX_DOCUMENT {
-                return Err(io::Error::other(format!("{path} has {} bytes", entry.size())));
-            }
+        if wanted(&path) {
+            left = left.checked_sub(entry.size()).ok_or_else(|| {
+                io::Error::other(format!("{path} has {} bytes, which is too much", entry.size()))
+            })?;
             let mut bytes = Vec::new();
             entry.read_to_end(&mut bytes)?;
             files.documents.insert(path, bytes);

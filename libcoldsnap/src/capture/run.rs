@@ -15,7 +15,9 @@ use super::checkpoint::{Checkpoint, CheckpointError};
 use super::content_match::{ContentMatcher, MatchError, MatchOptions, MatchedRun};
 use super::descriptor;
 use super::earlier::{Earlier, EarlierError};
-use super::facts::{self, CaptureFacts, FactsError, ImageFacts, ProcessFacts, Tools, WorkerFacts};
+use super::facts::{
+    self, CaptureFacts, CheckpointFacts, FactsError, ImageFacts, ProcessFacts, Tools, WorkerFacts,
+};
 use super::progress::Progress;
 use super::scope::{MappingScope, zero_assuming};
 use super::worker::{FileIds, PlannedWorker, WrittenWorker};
@@ -61,6 +63,8 @@ pub struct CaptureRequest<'a> {
     pub checkpoint: Option<&'a Checkpoint>,
     /// Where the checkpoint comes from.
     pub model_source: Option<ModelSource>,
+    /// Where the container sees the checkpoint.
+    pub checkpoint_seen: Vec<CheckpointFacts>,
     /// How much memory is mapped.
     pub scope: MappingScope,
     /// Whether established TCP connections are kept at a restore.
@@ -472,8 +476,18 @@ fn write_facts(
         scope_narrowed: narrowed.to_vec(),
         keep_tcp: request.keep_tcp,
         workers: workers.iter().map(|w| WorkerFacts { id: w.id.clone(), pid: w.pid }).collect(),
+        checkpoint: checkpoint_seen(request),
     };
     let path = request.layer_root.join(capsule::CAPTURE_PATH);
     let json = facts.to_json().map_err(|e| CaptureError::io("write", &path, io::Error::other(e)))?;
     fs::write(&path, json).map_err(|e| CaptureError::io("write", &path, e))
+}
+
+/// A payload that is kept from an earlier capsule keeps its checkpoint.
+fn checkpoint_seen(request: &CaptureRequest<'_>) -> Vec<CheckpointFacts> {
+    if !request.checkpoint_seen.is_empty() {
+        return request.checkpoint_seen.clone();
+    }
+    let earlier = crate::recover::capsule::facts(request.container_root);
+    earlier.map(|facts| facts.checkpoint).unwrap_or_default()
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::json;
 
 use super::checkpoint::Checkpoint;
+use crate::digest::Digest;
 use crate::format::canonical_json;
 use crate::format::recovery_manifest::ModelSource;
 
@@ -15,16 +16,20 @@ pub const LOCAL: &str = "local";
 /// path tells id and revision; else the file's name is the id and the revision is `local`. The digest pins file
 /// names, file sizes and every tensor's name and place.
 pub fn model_source(path: &Path, checkpoint: &Checkpoint) -> ModelSource {
-    let files: Vec<_> = checkpoint.files().iter().map(|f| json!([f.name, f.data.len()])).collect();
-    let tensors: Vec<_> =
-        checkpoint.tensors().iter().map(|t| json!([t.name, t.file_index, t.file_offset, t.len])).collect();
-    let metadata_sha256 = canonical_json::digest(&json!({"files": files, "tensors": tensors}));
     let (model_id, revision) = hugging_face(path).unwrap_or_else(|| {
         let name =
             path.file_name().map_or_else(|| "checkpoint".to_owned(), |n| n.to_string_lossy().into_owned());
         (name, LOCAL.to_owned())
     });
-    ModelSource { model_id, revision, metadata_sha256 }
+    ModelSource { model_id, revision, metadata_sha256: metadata_sha256(checkpoint) }
+}
+
+/// The digest that pins file names, file sizes and every tensor's name and place.
+pub fn metadata_sha256(checkpoint: &Checkpoint) -> Digest {
+    let files: Vec<_> = checkpoint.files().iter().map(|f| json!([f.name, f.data.len()])).collect();
+    let tensors: Vec<_> =
+        checkpoint.tensors().iter().map(|t| json!([t.name, t.file_index, t.file_offset, t.len])).collect();
+    canonical_json::digest(&json!({"files": files, "tensors": tensors}))
 }
 
 fn hugging_face(path: &Path) -> Option<(String, String)> {

@@ -14,7 +14,6 @@ use crate::criu::proto::{FileEntry, MmEntry};
 use crate::criu::vma_status::FILE_PRIVATE;
 use crate::extent::{CoveredLayout, LayoutError};
 use crate::format::native_manifest::NativeManifest;
-use crate::store::AdmittedPayload;
 
 /// Manifest, images and files of a worker do not belong together.
 #[derive(Debug, thiserror::Error)]
@@ -44,11 +43,11 @@ struct Listed {
     offset: u64,
 }
 
-/// Checks one worker of the capsule below `rootfs`.
+/// Checks one worker of the capsule below `rootfs`; `payload` is the committed size of its payload.
 pub fn check(
     rootfs: &Path,
     worker: &WorkerFacts,
-    payload: Option<&AdmittedPayload>,
+    payload: Option<u64>,
 ) -> Result<CoveredLayout, LayoutMismatch> {
     let dir = capsule::worker_dir(&worker.id).to_string_lossy().into_owned();
     let read = |path: &str| {
@@ -64,7 +63,7 @@ pub fn check(
         .map_err(|e| LayoutMismatch::Unreadable { path: residual, reason: e.to_string() })?;
     same_size(capsule::RESIDUAL_NAME, manifest.residual_blob_bytes, found)?;
     // A worker without a payload must not list model bytes.
-    same_size(capsule::PACK_NAME, manifest.model_blob_bytes, payload.map_or(0, AdmittedPayload::bytes))?;
+    same_size(capsule::PACK_NAME, manifest.model_blob_bytes, payload.unwrap_or_default())?;
 
     let files = read(&format!("{}/files.img", capsule::IMAGES_DIR))?;
     let mm_name = format!("mm-{}.img", worker.pid);

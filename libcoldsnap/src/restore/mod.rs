@@ -142,6 +142,11 @@ pub enum Refusal {
          with the coldsnap snapshotter"
     )]
     PayloadBind { destination: String, digest: Digest, source_path: String },
+    #[error(
+        "the mount at {destination} is not payload {digest} of the node store but nothing: start the container with the \
+         coldsnap snapshotter"
+    )]
+    Unbound { worker: String, destination: String, digest: Digest },
     #[error("worker {worker}: {mismatch}")]
     Layout { worker: String, mismatch: LayoutMismatch },
 }
@@ -151,6 +156,25 @@ pub enum Refusal {
 pub struct RestoreRefused {
     /// Never empty.
     pub refusals: Vec<Refusal>,
+}
+
+impl RestoreRefused {
+    /// The workers whose payloads are all that stands against the restore: not here, not the committed one, or not in
+    /// the container because it came after that was prepared. None when anything else does.
+    pub fn only_lacks_payloads(&self) -> Option<Vec<&str>> {
+        fn lacks(refusal: &Refusal) -> Option<&str> {
+            match refusal {
+                Refusal::MissingPayload { worker, .. }
+                | Refusal::Unbound { worker, .. }
+                | Refusal::Payload {
+                    worker,
+                    source: AdmitError::DigestMismatch { .. } | AdmitError::SizeMismatch { .. },
+                } => Some(worker.as_str()),
+                _ => None,
+            }
+        }
+        self.refusals.iter().map(lacks).collect()
+    }
 }
 
 impl fmt::Display for RestoreRefused {
@@ -249,9 +273,11 @@ pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, R
     compare_mounts(&facts, live.spec, &mut refusals);
     objects::check(live.rootfs, &artifact, &mut refusals);
     let images_dir = check_images(live, &facts, &mut refusals);
-    let payloads = admit_payloads(live, &artifact.payloads(), &mut refusals);
+    let required = artifact.payloads();
+    let payloads = admit_payloads(live, &required, &mut refusals);
     for worker in &facts.workers {
-        let payload = payloads.iter().find(|(id, _)| *id == worker.id).map(|(_, payload)| payload);
+        let payload =
+            required.iter().find(|payload| payload.worker == worker.id).map(|payload| payload.bytes);
         if let Err(mismatch) = layout::check(live.rootfs, worker, payload) {
             refusals.push(Refusal::Layout { worker: worker.id.clone(), mismatch });
         }
@@ -348,13 +374,19 @@ fn admit_payloads(
                 continue;
             }
         };
-        let destination = format!("/{}/{worker}/{}", capsule::HYDRATION_DIR, capsule::PACK_NAME);
-        let bound = mounts(live.spec).find(|(d, _)| *d == destination).map(|(_, source)| source);
-        if bound.is_some_and(|bound| same_file(Path::new(bound), source.path())) {
-            admitted.push((worker.clone(), source));
-        } else {
-            let source_path = bound.unwrap_or("nothing").to_owned();
-            refusals.push(Refusal::PayloadBind { destination, digest: *digest, source_path });
+        let destination = capsule::payload_destination(worker);
+        match mounts(live.spec).find(|(d, _)| *d == destination).map(|(_, source)| source) {
+            Some(bound) if same_file(Path::new(bound), source.path()) => {
+                admitted.push((worker.clone(), source))
+            }
+            Some(bound) => refusals.push(Refusal::PayloadBind {
+                destination,
+                digest: *digest,
+                source_path: bound.to_owned(),
+            }),
+            None => {
+                refusals.push(Refusal::Unbound { worker: worker.clone(), destination, digest: *digest });
+            }
         }
     }
     admitted

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::pace::{LOOK, Pace, pause};
 use super::{BringError, Brought, Event, FetchError, Limits, Source, Wanted};
+use crate::recover::RecoverError;
 use crate::store::{AdmitError, AdmittedPayload, NodeStore, StagedPayload, Staging, StoreError};
 
 /// Tries of one source without progress, when they fail in a way that may pass.
@@ -134,6 +135,11 @@ impl Work<'_> {
                 // It sent more than the payload has.
                 FetchError::Store(StoreError::Admit(_)) => return Ok(Asked::GivenUp(error, staged)),
                 FetchError::Store(error) => return Err(error.into()),
+                // What it delivered is known to be wrong.
+                FetchError::Checkpoint(ref recover) if matches!(**recover, RecoverError::OtherBytes(_)) => {
+                    staged.restart()?;
+                    return Ok(Asked::GivenUp(error, staged));
+                }
                 FetchError::NoRange { .. } if from > 0 => {
                     staged.restart()?;
                     alone = true;

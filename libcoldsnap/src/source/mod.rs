@@ -16,6 +16,7 @@ use std::fmt;
 use std::time::Duration;
 
 use crate::digest::Digest;
+use crate::recover::RecoverError;
 use crate::store::{AdmittedPayload, StoreError};
 
 pub use bring::bring;
@@ -80,12 +81,21 @@ pub enum FetchError {
     /// It answers what cannot be right, or is not configured for this payload.
     #[error("{0}")]
     Refused(String),
+    /// It cannot be rebuilt from the checkpoint.
+    #[error(transparent)]
+    Checkpoint(Box<RecoverError>),
     /// The store cannot take the bytes.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// Nobody wants the payload any more.
     #[error("cancelled")]
     Cancelled,
+}
+
+impl From<RecoverError> for FetchError {
+    fn from(error: RecoverError) -> Self {
+        Self::Checkpoint(Box::new(error))
+    }
 }
 
 fn detail(text: &str) -> String {

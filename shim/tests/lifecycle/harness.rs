@@ -46,11 +46,24 @@ pub struct Shim {
 impl Shim {
     /// The container runs `command` (a shell script).
     pub async fn start(command: &str) -> Self {
+        Self::start_prepared(command, |_| {}).await
+    }
+
+    /// The same after `prepare` was told the test's directory: `bin` has the shim, `bundle` the container; `store` is
+    /// the node store and `config.toml` the node's configuration.
+    pub async fn start_prepared(command: &str, prepare: impl FnOnce(&Path)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let bundle = directory.path().join("bundle");
         std::fs::create_dir(&bundle).unwrap();
         let spec = r#"{"root":{"path":"rootfs"},"linux":{"namespaces":[{"type":"pid"}]}}"#;
         std::fs::write(bundle.join("config.json"), spec).unwrap();
+        std::fs::create_dir(directory.path().join("bin")).unwrap();
+        // A name of its own, so that the test says what is beside it.
+        let shim = directory.path().join("bin/containerd-shim-coldsnap-v1");
+        if std::fs::hard_link(SHIM, &shim).is_err() {
+            std::fs::copy(SHIM, &shim).unwrap();
+        }
+        prepare(directory.path());
         std::fs::write(bundle.join("command"), command).unwrap();
         // containerd makes a fifo.
         std::fs::write(bundle.join("log"), "").unwrap();
@@ -130,7 +143,10 @@ fn bootstrap(bundle: &Path, directory: &Path, containerd: &str) -> String {
         socket_dir: Some(directory.join("s").display().to_string()),
         ..Default::default()
     };
-    let mut start = Command::new(SHIM)
+    let mut start = Command::new(directory.join("bin/containerd-shim-coldsnap-v1"))
+        .env("COLDSNAP_STORE", directory.join("store"))
+        .env("COLDSNAP_CONFIG", directory.join("config.toml"))
+        .env("PATH", "/usr/bin:/bin")
         .args(["-namespace", "test", "-id", "c", "-address", "containerd.sock", "start"])
         .current_dir(bundle)
         .stdin(Stdio::piped())

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic, as tests do")]
 
 mod harness;
+#[path = "../../../libcoldsnap/tests/common/recoverable.rs"]
+mod recoverable;
+mod recovery;
 
 use std::path::Path;
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use coldsnap::capsule;
 use coldsnap::capture::checkpoint::Checkpoint;
-use coldsnap::capture::facts::{ProcessFacts, Tools};
+use coldsnap::capture::facts::{CheckpointFacts, ProcessFacts, Tools};
 use coldsnap::capture::layer::{Layer, write_layer};
 use coldsnap::capture::preflight::preflight;
 use coldsnap::capture::run::{CaptureReport, CaptureRequest, capture};
@@ -13,6 +13,7 @@ use coldsnap::capture::scope::MappingScope;
 use coldsnap::capture::source::model_source;
 use coldsnap::overlay::mount::{lower_layers, with_layers};
 use coldsnap::overlay::{self, Portable};
+use coldsnap::recover::locate;
 use coldsnap::store::NodeStore;
 use containerd_client::types::{Descriptor, Mount};
 
@@ -254,6 +255,7 @@ impl Job {
         let first = self.request.model.first().cloned();
         let (store, output) = (self.store.clone(), self.output);
         let (dump, root) = (self.staging.dump(), self.container_root());
+        let checkpoint_seen = self.checkpoint_seen(&root);
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let runtime = self.runtime_binary();
         let request = OwnedRequest {
@@ -264,6 +266,7 @@ impl Job {
             keep_tcp: self.request.tcp_established,
             process: ProcessFacts { args: self.facts.args.clone(), terminal: self.facts.terminal },
             binds: self.facts.binds.clone(),
+            checkpoint_seen,
             image_reference: self.request.image.clone().unwrap_or_else(|| self.container.image.clone()),
         };
         let work = move || -> Result<CaptureReport, CaptureCommandError> {
@@ -283,6 +286,7 @@ impl Job {
                 store: &store,
                 checkpoint: checkpoint.as_ref(),
                 model_source,
+                checkpoint_seen: request.checkpoint_seen,
                 scope: request.scope,
                 keep_tcp: request.keep_tcp,
                 process: request.process,
@@ -293,6 +297,16 @@ impl Job {
             Ok(capture(&request, &mut Bars { output, bar: None })?)
         };
         off_the_async_threads(work).await
+    }
+
+    /// Where the container has the checkpoint's files, for a recovery in a container with the same mounts. `root` is the
+    /// container's root.
+    fn checkpoint_seen(&self, root: &Path) -> Vec<CheckpointFacts> {
+        let spec = self.container.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
+        let spec: serde_json::Value = serde_json::from_slice(spec).unwrap_or_default();
+        let binds = locate::binds(&spec);
+        let models = self.request.model.iter();
+        models.filter_map(|path| locate::seen_by_container(path, root, &binds)).collect()
     }
 
     /// The capsule's tree in the staging directory as a layer.
@@ -385,5 +399,6 @@ struct OwnedRequest {
     keep_tcp: bool,
     process: ProcessFacts,
     binds: Vec<String>,
+    checkpoint_seen: Vec<CheckpointFacts>,
     image_reference: String,
 }

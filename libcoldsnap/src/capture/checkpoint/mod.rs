@@ -96,6 +96,19 @@ impl Checkpoint {
                 found.push((name.to_owned(), path.to_owned()));
             }
         }
+        let checkpoint = Self::open_named(found)?;
+        if checkpoint.tensors.is_empty() {
+            let path = paths.first().map_or_else(PathBuf::new, |path| path.as_ref().to_owned());
+            return Err(CheckpointError::NoTensors { path });
+        }
+        Ok(checkpoint)
+    }
+
+    /// As [`open_all`](Self::open_all), of files whose names in the checkpoint are known.
+    ///
+    /// # Errors
+    /// See [`CheckpointError`].
+    pub fn open_named(mut found: Vec<(String, PathBuf)>) -> Result<Self, CheckpointError> {
         // The order of files decides which of several equal sources is recorded: it must not depend
         // on the order of directory entries.
         found.sort();
@@ -106,10 +119,6 @@ impl Checkpoint {
         let mut checkpoint = Self { files: Vec::new(), tensors: Vec::new(), by_file: Vec::new() };
         for (name, path) in found {
             checkpoint.add(name, path)?;
-        }
-        if checkpoint.tensors.is_empty() {
-            let path = paths.first().map_or_else(PathBuf::new, |path| path.as_ref().to_owned());
-            return Err(CheckpointError::NoTensors { path });
         }
         Ok(checkpoint)
     }
