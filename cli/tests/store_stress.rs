@@ -1,7 +1,7 @@
 //! 16 processes stage, lease, verify and evict over 8 digests while they are killed at random. Whoever holds a lease
 //! has its payload, the very file with every byte, and afterwards the store is consistent.
 //!
-//! Five seconds by default; `COLDSNAP_STRESS_SECONDS` says how long (`make stress`: 60).
+//! At least five seconds; `COLDSNAP_STRESS_SECONDS` says how long (`make stress`: 60).
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -241,7 +241,9 @@ fn killed_processes_leave_the_store_consistent() {
     let mut processes = Processes::start(dir.path());
     let end = Instant::now() + Duration::from_secs(seconds);
     let mut killed = 0;
-    while Instant::now() < end {
+    // On a busy machine it goes on until everything has happened.
+    let required = ["staged", "leased", "verified", "evicted"];
+    while Instant::now() < end || required.iter().any(|event| counts.get(event) == 0) {
         sleep(Duration::from_millis(5 + random.below(60)));
         processes.replace(usize::try_from(random.below(PROCESSES as u64)).unwrap(), &store);
         killed += 1;
@@ -275,7 +277,4 @@ fn killed_processes_leave_the_store_consistent() {
         ["staged", "taken over", "leased", "verified", "evicted", "evicted before the lease", "swept"];
     let text: Vec<_> = events.iter().map(|event| format!("{} {event}", counts.get(event))).collect();
     println!("{seconds} s: {killed} killed, {leases} leases left by the last, {}", text.join(", "));
-    for event in ["staged", "leased", "verified", "evicted"] {
-        assert!(counts.get(event) > 0, "nothing was {event}");
-    }
 }

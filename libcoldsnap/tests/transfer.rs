@@ -206,7 +206,7 @@ fn the_beginning_that_an_interrupted_staging_left_is_used_or_thrown_away() {
 fn packs_of_another_store_are_found() {
     let (dir, store, digest) = store_with_payload();
     let path = store.payload_path(&digest);
-    assert_eq!(NodeStore::packs_in(store.root()).unwrap(), [path.clone()]);
+    assert_eq!(NodeStore::packs_in(store.root()).unwrap(), std::slice::from_ref(&path));
     assert_eq!(NodeStore::packs_in(path.parent().unwrap()).unwrap(), [path]);
     assert!(NodeStore::packs_in(dir.path()).unwrap().is_empty());
     assert_eq!(NodeStore::packs_in(&dir.path().join("absent")).unwrap_err().kind(), "Io");
