@@ -33,7 +33,7 @@ pub(super) fn check(
 ) -> Result<Checked, CheckError> {
     let path = root.join(ARTIFACT_NAME);
     let artifact = Artifact::parse(&read(root, ARTIFACT_NAME)?)
-        .map_err(|source| CheckError::Descriptor { path: path.clone(), source })?;
+        .map_err(|source| CheckError::Descriptor { path: path.clone(), source: Box::new(source) })?;
     let mut checked = Checked {
         summary: Summary::Capsule {
             capture_id: artifact.capture_id.clone(),
@@ -161,8 +161,9 @@ fn worker(
     let mm_name = format!("mm-{pid}.img");
     let (files, mm) = (read(root, "images/files.img")?, read(root, &format!("images/{mm_name}"))?);
     let in_container = capsule::worker_dir(id).to_string_lossy().into_owned();
-    compare_images(&manifest, &in_container, &files, (&mm_name, &mm))
-        .map_err(|source| CheckError::Images { path: root.to_owned(), worker: id.to_owned(), source })?;
+    compare_images(&manifest, &in_container, &files, (&mm_name, &mm)).map_err(|source| {
+        CheckError::Images { path: root.to_owned(), worker: id.to_owned(), source: Box::new(source) }
+    })?;
 
     let payload = artifact.payloads().into_iter().find(|p| p.worker == id);
     let bytes = payload.as_ref().map_or(0, |p| p.bytes);

@@ -175,7 +175,7 @@ impl Document {
     /// As [`Self::read`].
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, CheckError> {
         let format = |source| CheckError::from(DocumentError::Format { path: path.to_owned(), source });
-        let descriptor = |source| CheckError::Descriptor { path: path.to_owned(), source };
+        let descriptor = |source| CheckError::Descriptor { path: path.to_owned(), source: Box::new(source) };
         let marks: Marks = serde_json::from_slice(bytes).map_err(|e| malformed(path, "document", ".", e))?;
         match marks.kind.as_ref().and_then(Value::as_str) {
             Some(artifact::KIND) => {

@@ -53,7 +53,7 @@ pub enum CheckError {
         /// The file.
         path: PathBuf,
         /// Which rule.
-        source: DescriptorError,
+        source: Box<DescriptorError>,
     },
     /// `capture.json` is unusable.
     #[error(transparent)]
@@ -66,7 +66,7 @@ pub enum CheckError {
         /// The worker.
         worker: String,
         /// What differs.
-        source: LayoutMismatch,
+        source: Box<LayoutMismatch>,
     },
     /// Nothing that the format knows.
     #[error("{}: {found}; expected {EXPECTED}", path.display())]
@@ -91,13 +91,12 @@ impl CheckError {
             Self::Descriptor { source, .. } => source.kind(),
             Self::Facts(FactsError::Io { .. }) => "Io",
             Self::Facts(FactsError::Malformed { .. }) => "Malformed",
-            Self::Images { source: LayoutMismatch::Layout(source), .. } => source.kind(),
-            Self::Images { source: LayoutMismatch::Size { .. }, .. } => "SizeChanged",
-            Self::Images {
-                source: LayoutMismatch::Unlisted { .. } | LayoutMismatch::Unmapped { .. },
-                ..
-            } => "IdentityChanged",
-            Self::Images { .. } => "Malformed",
+            Self::Images { source, .. } => match &**source {
+                LayoutMismatch::Layout(source) => source.kind(),
+                LayoutMismatch::Size { .. } => "SizeChanged",
+                LayoutMismatch::Unlisted { .. } | LayoutMismatch::Unmapped { .. } => "IdentityChanged",
+                _ => "Malformed",
+            },
             Self::Unrecognized { .. } => "Unrecognized",
         }
     }

@@ -59,7 +59,7 @@ pub enum DescriptorError {
         /// The object.
         field: String,
         /// What is wrong.
-        source: LayoutError,
+        source: Box<LayoutError>,
     },
     /// The file cannot be read or written.
     #[error(transparent)]
@@ -124,7 +124,11 @@ impl Rules {
     }
 
     pub fn layout<T>(self, field: impl Into<String>, source: LayoutError) -> Result<T, DescriptorError> {
-        Err(DescriptorError::Layout { document: self.document, field: field.into(), source })
+        Err(DescriptorError::Layout {
+            document: self.document,
+            field: field.into(),
+            source: Box::new(source),
+        })
     }
 
     pub fn id(self, field: impl Into<String>, text: &str) -> Result<(), DescriptorError> {
@@ -179,7 +183,7 @@ impl Rules {
     }
 
     /// `<kind>/<id>`, both ids.
-    pub fn owner<'a>(self, field: String, owner: &'a str) -> Result<(&'a str, &'a str), DescriptorError> {
+    pub fn owner(self, field: String, owner: &str) -> Result<(&str, &str), DescriptorError> {
         match owner.split_once('/').filter(|(kind, name)| is_id(kind) && is_id(name)) {
             Some(parts) => Ok(parts),
             None => self.refuse(field, format!("{owner:?} is not an owner: expected <kind>/<id>")),

@@ -200,12 +200,14 @@ fn headers(data: &[u8]) -> Result<Option<Vec<RawTensor>>, HeaderError> {
     }
 }
 
-/// Name and byte range of every tensor that has bytes in a whole checkpoint file, in file order; `None` when the file is
-/// neither GGUF nor safetensors.
+/// Name and byte range of every tensor that has bytes in a file, in file order.
+pub type TensorRanges = Vec<(String, Range<u64>)>;
+
+/// The tensors of a whole checkpoint file; `None` when it is neither GGUF nor safetensors.
 ///
 /// # Errors
 /// What is wrong with the header.
-pub fn tensor_ranges(data: &[u8]) -> Result<Option<Vec<(String, Range<u64>)>>, HeaderError> {
+pub fn tensor_ranges(data: &[u8]) -> Result<Option<TensorRanges>, HeaderError> {
     let range = |raw: RawTensor| (raw.name, raw.offset..raw.offset + raw.len);
     Ok(headers(data)?.map(|list| list.into_iter().map(range).collect()))
 }
