@@ -97,7 +97,7 @@ impl Story {
     /// A running `payload stage`, slow enough to be interrupted, with part of the payload on the disk.
     fn interruptible(&self) -> Child {
         let mut command = self.command(&["payload", "stage", text(&self.descriptor)]);
-        let child = command.args(["--bandwidth-limit", "4MiB"]).spawn().unwrap();
+        let mut child = command.args(["--bandwidth-limit", "4MiB"]).spawn().unwrap();
         let directory = self.store().join("model-payloads/sha256");
         let until = Instant::now() + Duration::from_secs(60);
         while Instant::now() < until {
@@ -110,7 +110,8 @@ impl Story {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        panic!("nothing is staged");
+        child.kill().unwrap();
+        panic!("nothing is staged: {:?}", child.wait());
     }
 
     /// The payload is here and right.

@@ -116,7 +116,7 @@ pub enum PublishError {
     #[error("{0:?} is no name of a branch")]
     Branch(String),
     #[error("the model payload {digest} cannot be published from this host: {source}")]
-    Payload { digest: Digest, source: AdmitError },
+    Payload { digest: Digest, source: Box<AdmitError> },
     #[error(
         "the repository {repository} does not exist, or the token may not see it; create it, or say --create"
     )]
@@ -289,7 +289,7 @@ fn verify(
     }
     let mut packs = Vec::new();
     for (digest, bytes) in wanted {
-        let fail = |source| PublishError::Payload { digest, source };
+        let fail = |source| PublishError::Payload { digest, source: Box::new(source) };
         let pack = store
             .admit(&digest, Some(bytes), &mut |n| progress(Progress::Verified(&digest, n)))
             .map_err(fail)?;
