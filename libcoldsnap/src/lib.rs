@@ -14,6 +14,8 @@ pub mod extent;
 pub mod format;
 pub mod inspect;
 pub mod mapped_file;
+#[cfg(feature = "sources")]
+pub mod registry;
 pub mod restore;
 pub mod source;
 pub mod store;

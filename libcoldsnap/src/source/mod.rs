@@ -4,6 +4,9 @@
 //! only the committed size and digest make it a payload. [`bring`] tries the sources in the configured order; one that
 //! fails in the middle is asked again, from where it stopped, before the next one is.
 
+#[cfg(feature = "sources")]
+pub mod oci;
+
 use std::fmt;
 use std::time::{Duration, Instant};
 
