@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use coldsnap::store::NodeStore;
 
-use crate::commands::{capabilities, capture, check, doctor, inspect, payload, verify};
+use crate::commands::{capabilities, capture, check, doctor, inspect, payload, publish, verify};
 use crate::output::Output;
 
 /// Captures inference servers and brings them back as ordinary container starts.
@@ -38,6 +38,7 @@ enum Command {
     Verify(verify::Args),
     Check(check::Args),
     Payload(payload::Args),
+    Publish(publish::Args),
     Doctor(doctor::Args),
     /// Print what this build can do.
     Capabilities,
@@ -61,6 +62,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::run(args, &output),
         Command::Check(args) => check::run(args, &output),
         Command::Payload(args) => payload::run(args, &cli.store, &output),
+        Command::Publish(args) => publish::run(args, &cli.store, &output),
         Command::Doctor(args) => doctor::run(args, &cli.store, &output),
         Command::Capabilities => capabilities::run(&output),
     };

@@ -48,6 +48,7 @@ from_library!(
     coldsnap::check::CheckError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::registry::RegistryError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
 );

@@ -62,6 +62,17 @@ fn directory(path: &Path) -> io::Result<CapsuleFiles> {
 async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
     let containerd = Containerd::connect(&args.address, &args.namespace).await?;
     let image = BaseImage::read(&containerd, &args.capsule).await?;
+    capsule_files(&containerd, &image).await
+}
+
+/// The capsule in an image's capsule layer; nothing when it has none.
+///
+/// # Errors
+/// When containerd does not deliver the layer, or it is no layer.
+pub async fn capsule_files(
+    containerd: &Containerd,
+    image: &BaseImage,
+) -> Result<CapsuleFiles, ContainerdError> {
     let Some(layer) = image.capsule_layer() else { return Ok(CapsuleFiles::default()) };
     let local = |source| ContainerdError::Io { path: format!("layer {layer}"), source };
     let mut file = tempfile().map_err(local)?;

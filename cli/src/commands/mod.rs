@@ -6,4 +6,6 @@ pub mod check;
 pub mod doctor;
 pub mod inspect;
 pub mod payload;
+pub mod publish;
+pub mod registry;
 pub mod verify;

@@ -1,6 +1,7 @@
 //! `coldsnap payload`: the payloads of this node's store, one file per command.
 
 mod ls;
+mod push;
 
 use std::path::Path;
 
@@ -20,6 +21,8 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, number of leases.
     Ls,
+    /// Push them to a repository of an OCI registry, each as a raw blob with a manifest that keeps it.
+    Push(push::Args),
 }
 
 /// Runs the command.
@@ -29,5 +32,6 @@ enum Command {
 pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&NodeStore::at(store), output),
+        Command::Push(args) => push::run(&args, &NodeStore::at(store), output),
     }
 }
