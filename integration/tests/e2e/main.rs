@@ -7,6 +7,7 @@ mod cold;
 mod commands;
 mod guests;
 mod refusals;
+mod registry;
 mod restarts;
 mod restore;
 
