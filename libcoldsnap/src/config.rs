@@ -7,15 +7,16 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Deserializer, de};
+use serde::{Deserialize, Deserializer, Serialize, de};
 
+use crate::hub::{Endpoint, Place, Repository};
 use crate::store::{DEFAULT_RESERVE, NodeStore};
 
 /// Where the configuration is when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/coldsnap/config.toml";
 
 /// The whole file.
-#[derive(Debug, Clone, PartialEq, Deserialize, Default)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// `[store]`
@@ -24,12 +25,14 @@ pub struct Config {
     pub staging: StagingConfig,
     /// `[materialize]`
     pub materialize: MaterializeConfig,
+    /// `[huggingface]`
+    pub huggingface: HuggingFaceConfig,
     /// `[[sources]]`, tried in this order.
     pub sources: Vec<SourceConfig>,
 }
 
 /// `[store]`: the node store.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StoreConfig {
     /// Its directory.
@@ -37,8 +40,10 @@ pub struct StoreConfig {
     /// Free bytes that a write must leave on the file system.
     pub reserve: Bytes,
     /// Bytes of payloads above which the least recently leased ones are evicted; none for never.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub high_watermark: Option<Bytes>,
     /// Bytes of payloads down to which is evicted; below `high_watermark`.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub low_watermark: Option<Bytes>,
 }
 
@@ -54,23 +59,37 @@ impl Default for StoreConfig {
 }
 
 /// `[staging]`: how payloads are brought to the node.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
 pub struct StagingConfig {
     /// Bytes per second; none for no limit.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub bandwidth_limit: Option<Bytes>,
 }
 
+/// `[huggingface]`: what every repository of the hub uses that says nothing else.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(deny_unknown_fields, default)]
+pub struct HuggingFaceConfig {
+    /// Address of the hub; without it `HF_ENDPOINT`, else the public one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub endpoint: Option<String>,
+    /// File that holds the access token; without it `HF_TOKEN`, else the file that `HF_TOKEN_PATH` names.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_file: Option<PathBuf>,
+}
+
 /// `[materialize]`: rebuilding payloads from the pinned checkpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(deny_unknown_fields, default)]
 pub struct MaterializeConfig {
     /// When; none for the engine's default.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub mode: Option<MaterializeMode>,
 }
 
 /// When a missing payload is rebuilt from the pinned checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MaterializeMode {
     /// Never.
@@ -82,7 +101,7 @@ pub enum MaterializeMode {
 }
 
 /// `[[sources]]`: one place that may have payloads.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase", deny_unknown_fields)]
 pub enum SourceConfig {
     /// A directory or mounted share that holds `model-payloads/sha256/<64hex>.pack`.
@@ -96,9 +115,11 @@ pub enum SourceConfig {
         repository: String,
         /// Commit, 40 hex digits.
         revision: String,
-        /// Address of the hub; the public one when absent.
+        /// Address of the hub; that of `[huggingface]` when absent.
+        #[serde(skip_serializing_if = "Option::is_none")]
         endpoint: Option<String>,
-        /// File that holds the access token.
+        /// File that holds the access token; that of `[huggingface]` when absent.
+        #[serde(skip_serializing_if = "Option::is_none")]
         token_file: Option<PathBuf>,
     },
     /// A repository of an OCI registry.
@@ -109,12 +130,49 @@ pub enum SourceConfig {
         #[serde(default)]
         plain_http: bool,
         /// File with credentials in the form of Docker's `config.json`.
+        #[serde(skip_serializing_if = "Option::is_none")]
         credentials_file: Option<PathBuf>,
     },
 }
 
+impl SourceConfig {
+    /// The rules of one source; `field` names it in errors.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn check(&self, field: &str) -> Result<(), String> {
+        match self {
+            Self::Directory { path } => absolute(&format!("{field}.path"), Some(path)),
+            Self::HuggingFace { repository, revision, endpoint, token_file } => {
+                let endpoint = endpoint.as_deref().unwrap_or(crate::hub::PUBLIC_ENDPOINT);
+                let endpoint = endpoint.parse().map_err(|e| format!("{field}.endpoint: {e}"))?;
+                let repository: Repository =
+                    repository.parse().map_err(|e| format!("{field}.repository: {e}"))?;
+                Place::new(endpoint, repository, revision).map_err(|e| format!("{field}.revision: {e}"))?;
+                absolute(&format!("{field}.token_file"), token_file.as_deref())
+            }
+            Self::Oci { repository, credentials_file, .. } => {
+                if repository.is_empty() {
+                    return Err(format!("{field}.repository: empty"));
+                }
+                absolute(&format!("{field}.credentials_file"), credentials_file.as_deref())
+            }
+        }
+    }
+}
+
+fn absolute(field: &str, path: Option<&Path>) -> Result<(), String> {
+    match path {
+        Some(path) if !path.is_absolute() => {
+            Err(format!("{field}: {} is not an absolute path", path.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// A number of bytes: an integer, or text with a unit (`"800MB"`, `"1.5 GiB"`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(transparent)]
 pub struct Bytes(pub u64);
 
 impl std::str::FromStr for Bytes {
@@ -243,7 +301,22 @@ impl Config {
         if self.staging.bandwidth_limit == Some(Bytes(0)) {
             return Err("staging.bandwidth_limit: 0; leave it out for no limit".to_owned());
         }
+        if let Some(endpoint) = &self.huggingface.endpoint {
+            endpoint.parse::<Endpoint>().map_err(|e| format!("huggingface.endpoint: {e}"))?;
+        }
+        absolute("huggingface.token_file", self.huggingface.token_file.as_deref())?;
+        for (n, source) in self.sources.iter().enumerate() {
+            source.check(&format!("sources[{n}]"))?;
+        }
         Ok(())
+    }
+
+    /// The configuration as a file, with every default written out.
+    ///
+    /// # Errors
+    /// A value that TOML cannot express.
+    pub fn to_toml(&self) -> Result<String, toml::ser::Error> {
+        toml::to_string(self)
     }
 
     /// The node store that this configuration describes; creates nothing.
@@ -279,6 +352,9 @@ mod tests {
             bandwidth_limit = "100MB"
             [materialize]
             mode = "required"
+            [huggingface]
+            endpoint = "https://hub.example"
+            token_file = "/etc/coldsnap/hub-token"
             [[sources]]
             kind = "directory"
             path = "/mnt/share"
@@ -298,6 +374,7 @@ mod tests {
         assert_eq!(config.store.low_watermark, Some(Bytes(800_000_000_000)));
         assert_eq!(config.staging.bandwidth_limit, Some(Bytes(100_000_000)));
         assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
+        assert_eq!(parse(&config.to_toml().unwrap()).unwrap(), config, "what is printed can be read");
         assert_eq!(config.sources.len(), 3);
         assert_eq!(config.node_store().root(), Path::new("/srv/coldsnap"));
     }
@@ -317,6 +394,19 @@ mod tests {
             ("[[sources]]\nkind = \"directory\"", "path"),
             ("[[sources]]\nkind = \"directory\"\npath = \"/x\"\nuser = \"y\"", "user"),
             ("[staging]\nbandwidth_limit = 0", "staging.bandwidth_limit"),
+            ("[huggingface]\nendpoint = \"hub.example\"", "huggingface.endpoint"),
+            ("[huggingface]\ntoken_file = \"token\"", "huggingface.token_file"),
+            ("[huggingface]\ntoken = \"hf_x\"", "token"),
+            ("[[sources]]\nkind = \"directory\"\npath = \"share\"", "sources[0].path"),
+            (
+                "[[sources]]\nkind = \"huggingface\"\nrepository = \"a/b\"\nrevision = \"main\"",
+                "sources[0].revision",
+            ),
+            (
+                "[[sources]]\nkind = \"huggingface\"\nrepository = \"../b\"\n\
+                 revision = \"0123456789012345678901234567890123456789\"",
+                "sources[0].repository",
+            ),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains("config.toml") && error.contains(expected), "{text}: {error}");

@@ -12,8 +12,11 @@ pub mod digest;
 pub mod durable;
 pub mod extent;
 pub mod format;
+pub mod hub;
 pub mod inspect;
 pub mod mapped_file;
+#[cfg(feature = "sources")]
+pub mod publish;
 #[cfg(feature = "sources")]
 pub mod registry;
 pub mod restore;

@@ -11,7 +11,8 @@ mod payload;
 use std::error::Error;
 use std::fmt;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::net::IpAddr;
+use std::path::PathBuf;
 use std::pin::pin;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
@@ -198,7 +199,8 @@ fn innermost(error: &(dyn Error + 'static)) -> String {
 
 /// The beginning of what a server wrote, in one line.
 fn quote(text: &str) -> String {
-    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let printable = text.replace(|c: char| c.is_control(), " ");
+    let line = printable.split_whitespace().collect::<Vec<_>>().join(" ");
     match line.char_indices().nth(QUOTED) {
         Some((end, _)) => format!("{}...", &line[..end]),
         None => line,
@@ -265,8 +267,19 @@ impl Access {
     /// # Errors
     /// When the file cannot be used, or has none for the host.
     pub fn credentials(&self, host: &str) -> Result<Option<Credentials>, RegistryError> {
-        self.credentials_file.as_deref().map(|path: &Path| read_credentials(path, host)).transpose()
+        let Some(path) = &self.credentials_file else { return Ok(None) };
+        if self.plain_http && !is_loopback(host) {
+            let problem = format!("they are not sent to {host} in the clear");
+            return Err(RegistryError::Credentials { path: path.clone(), problem });
+        }
+        read_credentials(path, host).map(Some)
     }
+}
+
+/// Whether `name[:port]` is this machine.
+fn is_loopback(host: &str) -> bool {
+    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    name == "localhost" || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// What is asked of a registry: it gives tokens for it.
@@ -450,9 +463,25 @@ mod tests {
 
     #[test]
     fn what_a_server_writes_is_quoted_short_and_in_one_line() {
-        assert_eq!(quote(" a\n b "), "a b");
+        assert_eq!(quote(" a\n b\u{1b}[0m "), "a b [0m");
         let long = quote(&"ü".repeat(1000));
         assert_eq!(long.chars().count(), QUOTED + 3);
+    }
+
+    #[test]
+    fn credentials_are_not_sent_in_the_clear_to_another_machine() {
+        let access =
+            Access { plain_http: true, credentials_file: Some("/does/not/exist/config.json".into()) };
+        let clear = "in the clear";
+        for (host, refused) in
+            [("registry.example", true), ("10.0.0.1:5000", true), ("127.0.0.1:5000", false)]
+        {
+            let error = access.credentials(host).unwrap_err().to_string();
+            assert_eq!(error.contains(clear), refused, "{error}");
+        }
+        let access = Access { plain_http: false, ..access };
+        assert!(!access.credentials("registry.example").unwrap_err().to_string().contains(clear));
+        assert_eq!(Access::default().credentials("registry.example").unwrap(), None);
     }
 
     #[test]
