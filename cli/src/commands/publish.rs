@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use coldsnap::capsule;
 use coldsnap::digest::Digest;
 use coldsnap::format::artifact::Artifact;
-use coldsnap::registry::{Access, Intent, Registry, Repository};
+use coldsnap::registry::{Access, Registry, Repository};
 use coldsnap::store::NodeStore;
 use serde::Serialize;
 
@@ -108,7 +108,7 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
         true => registry::admit(&NodeStore::at(store), &payloads, output)?,
         false => Vec::new(),
     };
-    let registry = Registry::connect(&repository, &access, Intent::Push)?;
+    let registry = Registry::connect(&repository, &access)?;
     let present = match registry.manifest(&tag)? {
         None => false,
         Some(found) if found == capsule.manifest => true,

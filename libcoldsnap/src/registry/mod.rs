@@ -282,15 +282,6 @@ fn is_loopback(host: &str) -> bool {
     name == "localhost" || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// What is asked of a registry: it gives tokens for it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Intent {
-    /// Read.
-    Pull,
-    /// Read and write.
-    Push,
-}
-
 /// A repository with the means to talk to it. Every method blocks; none may be called from asynchronous code.
 pub struct Registry {
     repository: Repository,
@@ -306,18 +297,17 @@ impl fmt::Debug for Registry {
 }
 
 impl Registry {
-    /// Prepares to talk to a repository, and gets a token if the registry wants one.
+    /// Prepares to talk to a repository; asks nobody.
     ///
     /// # Errors
-    /// Unusable credentials, a registry that cannot be reached or denies access.
-    pub fn connect(repository: &Repository, access: &Access, intent: Intent) -> Result<Self, RegistryError> {
+    /// Unusable credentials.
+    pub fn open(repository: &Repository, access: &Access) -> Result<Self, RegistryError> {
         let auth = match access.credentials(repository.host())? {
             Some(credentials) => RegistryAuth::Basic(credentials.username, credentials.secret),
             None => RegistryAuth::Anonymous,
         };
         // An error says that another part of the program chose one already.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        let action = format!("talk to {}", repository.host());
         let client = Client::try_from(ClientConfig {
             protocol: if access.plain_http { ClientProtocol::Http } else { ClientProtocol::Https },
             connect_timeout: Some(CONNECT),
@@ -326,20 +316,36 @@ impl Registry {
             user_agent: concat!("coldsnap/", env!("CARGO_PKG_VERSION")),
             ..ClientConfig::default()
         })
-        .map_err(|e| RegistryError::from_client(&action, e))?;
+        .map_err(|e| RegistryError::from_client(&talk_to(repository), e))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(|source| RegistryError::Io { action: "start a runtime for the registry", source })?;
-        let registry = Self { repository: repository.clone(), auth, client, runtime };
-        let operation = match intent {
-            Intent::Pull => RegistryOperation::Pull,
-            Intent::Push => RegistryOperation::Push,
-        };
+        Ok(Self { repository: repository.clone(), auth, client, runtime })
+    }
+
+    /// [`Self::open`], and gets a token for pushing if the registry wants one.
+    ///
+    /// # Errors
+    /// Also a registry that cannot be reached or denies access.
+    pub fn connect(repository: &Repository, access: &Access) -> Result<Self, RegistryError> {
+        let registry = Self::open(repository, access)?;
         let reference = registry.any();
-        let authenticated = registry.client.auth(&reference, &registry.auth, operation);
-        registry.runtime.block_on(authenticated).map_err(|e| RegistryError::from_client(&action, e))?;
+        let asked = registry.client.auth(&reference, &registry.auth, RegistryOperation::Push);
+        registry.ask(&talk_to(repository), asked)?;
         Ok(registry)
+    }
+
+    /// Waits for the answer to a short request.
+    fn ask<T>(
+        &self,
+        action: &str,
+        work: impl Future<Output = Result<T, OciDistributionError>>,
+    ) -> Result<T, RegistryError> {
+        match self.runtime.block_on(async { tokio::time::timeout(SILENCE, work).await }) {
+            Ok(answer) => answer.map_err(|e| RegistryError::from_client(action, e)),
+            Err(_) => Err(RegistryError::unavailable(action, silence(SILENCE))),
+        }
     }
 
     /// Which.
@@ -358,8 +364,8 @@ impl Registry {
     /// When the registry does not say.
     pub fn has_blob(&self, digest: &Digest) -> Result<bool, RegistryError> {
         let action = format!("look for blob {digest} in {}", self.repository);
-        let found = self.runtime.block_on(self.client.blob_exists(&self.any(), &digest.to_string()));
-        found.map_err(|e| RegistryError::from_client(&action, e))
+        let (reference, name) = (self.any(), digest.to_string());
+        self.ask(&action, self.client.blob_exists(&reference, &name))
     }
 
     /// Digest of the manifest with a tag; none when there is no such tag.
@@ -369,8 +375,7 @@ impl Registry {
     pub fn manifest(&self, tag: &str) -> Result<Option<Digest>, RegistryError> {
         let action = format!("look for {}:{tag}", self.repository);
         let reference = self.repository.with_tag(tag);
-        let found = self.runtime.block_on(self.client.fetch_manifest_digest(&reference, &self.auth));
-        match found.map_err(|e| RegistryError::from_client(&action, e)) {
+        match self.ask(&action, self.client.fetch_manifest_digest(&reference, &self.auth)) {
             Ok(digest) => {
                 let parsed = digest.parse::<Digest>();
                 parsed.map(Some).map_err(|e| RegistryError::refused(&action, &e.to_string()))
@@ -396,8 +401,10 @@ impl Registry {
         let failed = |error| FetchError::from(RegistryError::from_client(&action, error));
         let name = digest.to_string();
         let reference = self.any();
+        let authenticated = self.client.auth(&reference, &self.auth, RegistryOperation::Pull);
         let asked = self.client.pull_blob_stream_partial(&reference, name.as_str(), from, None);
         self.runtime.block_on(async {
+            patiently(authenticated, sink).await?.map_err(failed)?;
             let mut stream = match patiently(asked, sink).await?.map_err(failed)? {
                 BlobResponse::Partial(stream) => stream,
                 BlobResponse::Full(stream) if from == 0 => stream,
@@ -417,6 +424,14 @@ impl Registry {
     }
 }
 
+fn talk_to(repository: &Repository) -> String {
+    format!("talk to {}", repository.host())
+}
+
+fn silence(time: Duration) -> String {
+    format!("the registry was silent for {} s", time.as_secs())
+}
+
 /// Waits for a registry, asking the sink meanwhile whether the bytes are still wanted.
 async fn patiently<T>(
     work: impl Future<Output = T>,
@@ -428,8 +443,7 @@ async fn patiently<T>(
         match tokio::time::timeout(LOOK, work.as_mut()).await {
             Ok(done) => return Ok(done),
             Err(_) if began.elapsed() > SILENCE => {
-                let silence = format!("the registry sent nothing for {} s", SILENCE.as_secs());
-                return Err(FetchError::Unavailable(silence));
+                return Err(FetchError::Unavailable(silence(SILENCE)));
             }
             Err(_) => sink(&[])?,
         }

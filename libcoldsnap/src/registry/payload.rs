@@ -17,7 +17,7 @@ use oci_client::errors::OciDistributionError;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-use super::{LOOK, Registry, RegistryError};
+use super::{LOOK, Registry, RegistryError, silence};
 use crate::digest::Digest;
 use crate::store::{AdmitError, AdmittedPayload};
 
@@ -176,8 +176,7 @@ impl Registry {
                 match done {
                     Ok(result) => return result.map_err(|e| RegistryError::from_client(&action, e)),
                     Err(_) if moved.elapsed() > SILENCE => {
-                        let silence = format!("nothing moved for {} s", SILENCE.as_secs());
-                        return Err(RegistryError::unavailable(&action, silence));
+                        return Err(RegistryError::unavailable(&action, silence(SILENCE)));
                     }
                     Err(_) => {}
                 }
@@ -196,17 +195,14 @@ impl Registry {
         }
         let (reference, name) = (self.any(), digest.to_string());
         let pushed = self.client.push_blob(&reference, Bytes::copy_from_slice(config), &name);
-        let pushed = self.runtime.block_on(pushed);
-        pushed.map(drop).map_err(|e| RegistryError::from_client("take a configuration", e))
+        self.ask("take a configuration", pushed).map(drop)
     }
 
     fn push_manifest(&self, tag: &str, manifest: Vec<u8>) -> Result<(), RegistryError> {
         let action = format!("take manifest {tag}");
         let media_type = MANIFEST_TYPE.parse().map_err(|_| RegistryError::refused(&action, "media type"))?;
         let reference = self.repository.with_tag(tag);
-        let pushed = self.client.push_manifest_raw(&reference, manifest, media_type);
-        let pushed = self.runtime.block_on(pushed);
-        pushed.map(drop).map_err(|e| RegistryError::from_client(&action, e))
+        self.ask(&action, self.client.push_manifest_raw(&reference, manifest, media_type)).map(drop)
     }
 }
 

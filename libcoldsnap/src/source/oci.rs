@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::{FetchError, Sink, Source, Wanted};
-use crate::registry::{Access, Intent, Registry, RegistryError, Repository};
+use crate::registry::{Access, Registry, RegistryError, Repository};
 
 /// Payloads as raw blobs of one repository.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl Source for OciSource {
 
     fn fetch(&self, wanted: &Wanted, from: u64, sink: &mut Sink<'_>) -> Result<(), FetchError> {
         // Anew for each call: tokens expire, and the file with credentials may be another one by now.
-        let registry = Registry::connect(&self.repository, &self.access, Intent::Pull)?;
+        let registry = Registry::open(&self.repository, &self.access)?;
         registry.read_blob(&wanted.digest, wanted.bytes, from, sink)
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use coldsnap::digest::Digest;
 use coldsnap::format::artifact::Artifact;
-use coldsnap::registry::{Intent, Registry, Repository};
+use coldsnap::registry::{Registry, Repository};
 use coldsnap::store::NodeStore;
 use serde::Serialize;
 
@@ -44,7 +44,7 @@ pub fn run(args: &Args, store: &NodeStore, output: &Output) -> Result<(), CliErr
     let repository: Repository = args.to.parse()?;
     let wanted = wanted(&args.what)?;
     let payloads = registry::admit(store, &wanted, output)?;
-    let registry = Registry::connect(&repository, &args.registry.access(), Intent::Push)?;
+    let registry = Registry::connect(&repository, &args.registry.access())?;
     let payloads = registry::push(&registry, &payloads, args.dry_run, output)?;
     let report = Report { repository: repository.to_string(), dry_run: args.dry_run, payloads };
     output.result(&report, || {
