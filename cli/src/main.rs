@@ -5,6 +5,7 @@
 
 mod commands;
 mod containerd;
+mod node;
 mod output;
 mod tools;
 
@@ -12,9 +13,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use coldsnap::store::NodeStore;
+use coldsnap::config::DEFAULT_PATH;
 
 use crate::commands::{capabilities, capture, check, doctor, inspect, payload, publish, verify};
+use crate::node::Node;
 use crate::output::Output;
 
 /// Captures inference servers and brings them back as ordinary container starts.
@@ -24,9 +26,12 @@ struct Cli {
     /// Print one JSON value instead of text.
     #[arg(long, global = true)]
     json: bool,
-    /// Directory of the node store.
-    #[arg(long, global = true, value_name = "DIR", env = "COLDSNAP_STORE", default_value = NodeStore::DEFAULT_ROOT)]
-    store: PathBuf,
+    /// Configuration of the node.
+    #[arg(long, global = true, value_name = "FILE", env = "COLDSNAP_CONFIG", default_value = DEFAULT_PATH)]
+    config: PathBuf,
+    /// Directory of the node store, if it is not the configured one.
+    #[arg(long, global = true, value_name = "DIR", env = "COLDSNAP_STORE")]
+    store: Option<PathBuf>,
     #[command(subcommand)]
     command: Command,
 }
@@ -56,14 +61,15 @@ fn main() -> ExitCode {
         )
         .init();
     let output = Output::new(cli.json);
+    let node = || Node::load(&cli.config, cli.store.as_deref());
     let result = match cli.command {
-        Command::Capture(args) => capture::run(args, &cli.store, &output),
-        Command::Inspect(args) => inspect::run(args, &cli.store, &output),
+        Command::Capture(args) => node().and_then(|node| capture::run(args, &node, &output)),
+        Command::Inspect(args) => node().and_then(|node| inspect::run(args, &node, &output)),
         Command::Verify(args) => verify::run(args, &output),
-        Command::Check(args) => check::run(args, &output),
-        Command::Payload(args) => payload::run(args, &cli.store, &output),
-        Command::Publish(args) => publish::run(args, &cli.store, &output),
-        Command::Doctor(args) => doctor::run(args, &cli.store, &output),
+        Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
+        Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
+        Command::Publish(args) => node().and_then(|node| publish::run(args, &node, &output)),
+        Command::Doctor(args) => node().and_then(|node| doctor::run(args, &node, &output)),
         Command::Capabilities => capabilities::run(&output),
     };
     output.finish(result)

@@ -26,6 +26,11 @@ impl CliError {
         Self { kind: kind.into(), message: message.to_string(), printed: false }
     }
 
+    /// Its kind.
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+
     /// An error whose details stand in a result that was printed already: with `--json` nothing more is printed,
     /// because one command prints one JSON value.
     pub fn in_result(kind: impl Into<String>, message: impl Display) -> Self {
@@ -46,11 +51,13 @@ macro_rules! from_library {
 
 from_library!(
     coldsnap::check::CheckError,
+    coldsnap::config::ConfigError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
     coldsnap::registry::RegistryError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
+    coldsnap::store::WatermarkError,
 );
 
 /// Where results go.

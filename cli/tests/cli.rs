@@ -189,9 +189,9 @@ fn check_accepts_the_vector() {
     let (path, pack) = manifest(dir.path(), |_| ());
     let report = succeeds(&["check", text(&path), "--pack", text(&pack)]);
     assert_eq!(report["kind"], "vllm-live-process-cumem");
-    assert_eq!(report["pack"]["extents"], 2);
+    assert_eq!((&report["what"], &report["files"][0]["extents"]), (&json!("native-manifest"), &json!(2)));
     assert_eq!((&report["model_extents"], &report["residual_extents"]), (&json!(2), &json!(2)));
-    assert!(report.get("residual").is_none());
+    assert_eq!(report["not_compared"], json!(["the residual: it is not here"]));
 }
 
 #[test]
@@ -231,4 +231,36 @@ fn check_compares_files() {
     fs::write(&pack, &bytes[..8192]).unwrap();
     check(&pack, "SizeChanged");
     fails(&["check", text(&path), "--residual", text(&pack)], "SizeChanged");
+}
+
+#[test]
+fn check_and_inspect_find_out_what_it_is() {
+    let samples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../libcoldsnap/tests/samples");
+    for (name, what, field, value) in [
+        ("artifact-n610.json", "artifact", "driver", json!("n610")),
+        ("artifact-n580.json", "artifact", "workers", json!(2)),
+        ("artifact-host.json", "artifact", "published", json!(null)),
+        ("overlay-host.json", "overlay", "hosts", json!(["n1"])),
+        ("native-manifest-contiguous.json", "native-manifest", "residual_layout", json!("contiguous")),
+        ("recovery-manifest.json", "recovery-manifest", "recoverable_extents", json!(2)),
+        ("capture.json", "capture-facts", "workers", json!(["w0"])),
+    ] {
+        let path = samples.join(name);
+        for command in ["check", "inspect"] {
+            let report = succeeds(&[command, text(&path)]);
+            assert_eq!((&report["what"], &report[field]), (&json!(what), &value), "{command} {name}");
+        }
+    }
+    let (_dir, store, digest) = store();
+    let pack = store.payload_path(&digest);
+    let record = PathBuf::from(format!("{}.coldsnap-validation.json", pack.display()));
+    for (path, what) in [(&pack, "pack"), (&record, "validation-record")] {
+        assert_eq!(succeeds(&["check", text(path)])["what"], what);
+        assert_eq!(succeeds(&["inspect", text(path)])["bytes"], 8192);
+    }
+    fails(&["check", text(store.root())], "Unrecognized");
+    let lease = samples.join("lease.json");
+    for command in ["check", "inspect"] {
+        assert!(fails(&[command, text(&lease)], "Unrecognized").contains("expected an artifact descriptor"));
+    }
 }

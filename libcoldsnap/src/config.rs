@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Deserializer, Serialize, de};
 
 use crate::hub::{Endpoint, Place, Repository};
-use crate::store::{DEFAULT_RESERVE, NodeStore};
+use crate::store::{DEFAULT_RESERVE, NodeStore, Watermark, Watermarks};
 
 /// Where the configuration is when nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/coldsnap/config.toml";
@@ -39,12 +39,13 @@ pub struct StoreConfig {
     pub root: PathBuf,
     /// Free bytes that a write must leave on the file system.
     pub reserve: Bytes,
-    /// Bytes of payloads above which the least recently leased ones are evicted; none for never.
+    /// Bytes of payloads, or percent of the file system in use (`"85%"`), above which the least recently leased ones
+    /// are evicted; none for never.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub high_watermark: Option<Bytes>,
-    /// Bytes of payloads down to which is evicted; below `high_watermark`.
+    pub high_watermark: Option<Watermark>,
+    /// Down to this is evicted; below `high_watermark`, in the same unit.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub low_watermark: Option<Bytes>,
+    pub low_watermark: Option<Watermark>,
 }
 
 impl Default for StoreConfig {
@@ -285,19 +286,11 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), String> {
-        let StoreConfig { root, high_watermark: high, low_watermark: low, .. } = &self.store;
+        let root = &self.store.root;
         if !root.is_absolute() {
             return Err(format!("store.root: {} is not an absolute path", root.display()));
         }
-        match (high, low) {
-            (Some(high), Some(low)) if low >= high => {
-                return Err("store.low_watermark: it is not below store.high_watermark".to_owned());
-            }
-            (Some(_), None) | (None, Some(_)) => {
-                return Err("store: high_watermark and low_watermark are set both or not at all".to_owned());
-            }
-            _ => {}
-        }
+        self.store.watermarks()?;
         if self.staging.bandwidth_limit == Some(Bytes(0)) {
             return Err("staging.bandwidth_limit: 0; leave it out for no limit".to_owned());
         }
@@ -321,7 +314,29 @@ impl Config {
 
     /// The node store that this configuration describes; creates nothing.
     pub fn node_store(&self) -> NodeStore {
-        NodeStore::at(&self.store.root).with_reserve(self.store.reserve.0)
+        self.store.at(&self.store.root)
+    }
+}
+
+impl StoreConfig {
+    /// The store at `root` with the limits of this configuration; creates nothing.
+    pub fn at(&self, root: &Path) -> NodeStore {
+        // They were checked when the file was read.
+        NodeStore::at(root).with_reserve(self.reserve.0).with_watermarks(self.watermarks().ok().flatten())
+    }
+
+    /// Both watermarks, or none.
+    ///
+    /// # Errors
+    /// When only one is set, or they do not go together.
+    pub fn watermarks(&self) -> Result<Option<Watermarks>, String> {
+        match (self.high_watermark, self.low_watermark) {
+            (None, None) => Ok(None),
+            (Some(high), Some(low)) => Watermarks::new(high, low)
+                .map(Some)
+                .map_err(|problem| format!("store.low_watermark: {problem}")),
+            _ => Err("store: high_watermark and low_watermark are set both or not at all".to_owned()),
+        }
     }
 }
 
@@ -370,8 +385,8 @@ mod tests {
             "#,
         )
         .unwrap();
-        assert_eq!(config.store.high_watermark, Some(Bytes(3 << 39)));
-        assert_eq!(config.store.low_watermark, Some(Bytes(800_000_000_000)));
+        assert_eq!(config.store.high_watermark, Some(Watermark::Bytes(3 << 39)));
+        assert_eq!(config.store.low_watermark, Some(Watermark::Bytes(800_000_000_000)));
         assert_eq!(config.staging.bandwidth_limit, Some(Bytes(100_000_000)));
         assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
         assert_eq!(parse(&config.to_toml().unwrap()).unwrap(), config, "what is printed can be read");
@@ -389,6 +404,8 @@ mod tests {
             ("[store]\nreserve = -1", "reserve"),
             ("[store]\nhigh_watermark = 5", "low_watermark"),
             ("[store]\nhigh_watermark = 5\nlow_watermark = 5", "store.low_watermark"),
+            ("[store]\nhigh_watermark = \"90%\"\nlow_watermark = 5", "both in percent"),
+            ("[store]\nhigh_watermark = \"101%\"\nlow_watermark = \"5%\"", "101%"),
             ("[materialize]\nmode = \"sometimes\"", "sometimes"),
             ("[[sources]]\nkind = \"ftp\"", "ftp"),
             ("[[sources]]\nkind = \"directory\"", "path"),

@@ -195,6 +195,184 @@ fn every_broken_rule_names_its_field() {
 }
 
 #[test]
+fn samples_of_every_driver_are_read_and_written_alike() {
+    for (sample, workers, payloads) in [
+        (&include_bytes!("samples/artifact-host.json")[..], 1, 1),
+        // Data-parallel replicas share one object, tensor-parallel shards have their own.
+        (include_bytes!("samples/artifact-n580.json"), 2, 1),
+        (include_bytes!("samples/artifact-n610.json"), 2, 2),
+    ] {
+        let artifact = Artifact::parse(sample).unwrap();
+        assert_eq!(String::from_utf8(artifact.to_bytes().unwrap()), String::from_utf8(sample.to_vec()));
+        let needed = artifact.payloads();
+        assert_eq!(needed.len(), workers);
+        let distinct: std::collections::BTreeSet<_> = needed.iter().map(|p| p.digest).collect();
+        assert_eq!(distinct.len(), payloads);
+    }
+}
+
+#[test]
+fn every_rule_of_the_cuda_drivers_names_its_field() {
+    let n580: Value = serde_json::from_slice(include_bytes!("samples/artifact-n580.json")).unwrap();
+    let n610: Value = serde_json::from_slice(include_bytes!("samples/artifact-n610.json")).unwrap();
+    let object = n580["weights"]["model_payloads"]["objects"][0].clone();
+    for (sample, pointer, wrong, field, kind) in [
+        (
+            &n580,
+            "/snapshot_driver/minimum_nvidia_driver_major",
+            json!(579),
+            "snapshot_driver.minimum_nvidia_driver_major",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/snapshot_driver/minimum_nvidia_driver_major",
+            json!(609),
+            "snapshot_driver.minimum_nvidia_driver_major",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/snapshot_driver/minimum_nvidia_driver_major",
+            json!(null),
+            "snapshot_driver.minimum_nvidia_driver_major",
+            "Malformed",
+        ),
+        (
+            &n580,
+            "/snapshot_driver/capture_boundary",
+            json!("initialized-cuda-process-state"),
+            "snapshot_driver.capture_boundary",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/snapshot_driver/capture_boundary",
+            json!("initialized-process-state"),
+            "snapshot_driver.capture_boundary",
+            "Malformed",
+        ),
+        (&n580, "/snapshot_driver/abi", json!(1.5), "snapshot_driver.abi", "Malformed"),
+        (
+            &n580,
+            "/snapshot_driver/base_requirements/format",
+            json!(2),
+            "snapshot_driver.base_requirements.format",
+            "Malformed",
+        ),
+        (
+            &n580,
+            "/snapshot_driver/base_requirements/features/0/id",
+            json!("a/b"),
+            "snapshot_driver.base_requirements.features[0].id",
+            "Malformed",
+        ),
+        (&n580, "/requires/features/0/id", json!("another"), "requires.features", "Malformed"),
+        (&n580, "/launch/units/1/id", json!("replica-0"), "launch.units[1].id", "Malformed"),
+        (&n580, "/launch/execution/groups/0/id", json!(".x"), "launch.execution.groups[0].id", "Malformed"),
+        (
+            &n580,
+            "/launch/execution/services/0/unit",
+            json!("replica-9"),
+            "launch.execution.services[0].unit",
+            "Malformed",
+        ),
+        (
+            &n580,
+            "/compatibility/units/1/unit",
+            json!("replica-0"),
+            "compatibility.units[1].unit",
+            "Malformed",
+        ),
+        (&n580, "/compatibility/units/0/cuda_userspace", json!(null), "compatibility.units[0]", "Malformed"),
+        (
+            &n610,
+            "/compatibility/units/1/nvidia_driver_captured",
+            json!(null),
+            "compatibility.units[1]",
+            "Malformed",
+        ),
+        (&n610, "/capsule/images/0/digest", json!(null), "capsule.images[0].digest", "Malformed"),
+        (&n610, "/capsule/images/1/unit", json!("replica-0"), "capsule.images[1].unit", "Malformed"),
+        (&n610, "/capsule/images/0/root", json!("a/../b"), "capsule.images[0].root", "Malformed"),
+        (
+            &n610,
+            "/capsule/images/1/snapshot_driver/id",
+            json!("n580"),
+            "capsule.images[1].snapshot_driver",
+            "Malformed",
+        ),
+        (&n610, "/capsule/objects/0/role", json!("with space"), "capsule.objects[0].role", "Malformed"),
+        (&n610, "/capsule/objects/4/owner", json!("group/none"), "capsule.objects[4].owner", "Malformed"),
+        (&n610, "/capsule/objects/0/owner", json!("service/none"), "capsule.objects[0].owner", "Malformed"),
+        (&n610, "/runtime/bindings/0/owner", json!("worker/none"), "runtime.bindings[0].owner", "Malformed"),
+        (&n610, "/runtime/bindings/0/kind", json!(""), "runtime.bindings[0].kind", "Malformed"),
+        (&n610, "/weights/model_payloads/revision", json!(""), "weights.model_payloads", "Malformed"),
+        (&n610, "/weights/model_payloads/repository", json!(""), "weights.model_payloads", "Malformed"),
+        (
+            &n610,
+            "/weights/model_payloads/revision",
+            json!("9B1F0C2D3E4F5061728394A5B6C7D8E9F0011223"),
+            "weights.model_payloads.revision",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/weights/model_payloads/objects/0/bytes",
+            json!(0),
+            "weights.model_payloads.objects[0].bytes",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/weights/model_payloads/objects/0/bytes",
+            json!(12287),
+            "weights.model_payloads.objects[0].bytes",
+            "Malformed",
+        ),
+        (
+            &n610,
+            "/weights/model_payloads/objects/0/path",
+            json!("model-weights.pack"),
+            "weights.model_payloads.objects[0].path",
+            "PathDigestMismatch",
+        ),
+        (
+            &n580,
+            "/weights/model_payloads/objects/1/bytes",
+            json!(16384),
+            "weights.model_payloads.objects[1]",
+            "SizeChanged",
+        ),
+        (
+            &n580,
+            "/weights/model_payloads/objects",
+            json!([object]),
+            "weights.model_payloads.objects",
+            "Malformed",
+        ),
+        (&n580, "/weights/model_payloads", json!(null), "weights.native", "Malformed"),
+        (&n580, "/weights/recovery", json!(null), "weights.recovery", "Malformed"),
+        (&n580, "/launch/model", json!(null), "launch.model", "Malformed"),
+    ] {
+        let mut value = sample.clone();
+        *value.pointer_mut(pointer).unwrap() = wrong;
+        let error = parse(&value).unwrap_err();
+        assert_eq!((error.field(), error.kind()), (Some(field), kind), "{pointer}: {error}");
+    }
+}
+
+#[test]
+fn what_would_not_survive_is_refused() {
+    let twice = host().to_string().replacen("\"adapter\":{}", "\"adapter\":{\"a\":1,\"a\":2}", 1);
+    let error = Artifact::parse(twice.as_bytes()).unwrap_err().to_string();
+    assert!(error.contains("the key \"a\" is there twice"), "{error}");
+    let large = host().to_string().replacen("\"pid\":1,", "\"pid\":18446744073709551616,", 1);
+    let error = Artifact::parse(large.as_bytes()).unwrap_err();
+    assert_eq!(error.field(), Some("launch.execution.workers[0].pid"), "{error}");
+}
+
+#[test]
 fn payload_paths_follow_from_digests() {
     let mut value = host();
     let other = Digest::of(b"other");

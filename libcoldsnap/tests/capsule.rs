@@ -16,6 +16,7 @@ use coldsnap::capture::progress::Silent;
 use coldsnap::capture::run::{CaptureReport, CaptureRequest, capture};
 use coldsnap::capture::scope::MappingScope;
 use coldsnap::capture::source::model_source;
+use coldsnap::check::{CheckError, Checked, Options, check};
 use coldsnap::criu::image::{self, Magic};
 use coldsnap::criu::proto::MmEntry;
 use coldsnap::criu::runs::PAGE_SIZE;
@@ -116,8 +117,12 @@ fn store(dir: &Path) -> NodeStore {
 
 /// A dump of a process whose memory holds the tensor at `shift` pages, then other bytes.
 fn write_dump(dir: &Path, tensor: &[u8], shift: u64) {
+    write_dump_with(dir, tensor, shift, 7);
+}
+
+fn write_dump_with(dir: &Path, tensor: &[u8], shift: u64, other: u64) {
     let start = START + shift * PAGE_SIZE;
-    let pages = [tensor, &noise(7, OTHER_PAGES * PAGE)].concat();
+    let pages = [tensor, &noise(other, OTHER_PAGES * PAGE)].concat();
     let count = (MODEL_PAGES + OTHER_PAGES) as u64;
     let vmas = vec![area(start, start + (count + 12) * PAGE_SIZE, ANON_PRIVATE)];
     write_process(dir, vmas, &[present(start, count)], &pages);
@@ -192,6 +197,108 @@ fn another_address_gives_the_same_payload_and_nothing_new_in_the_store() {
         let read = |root: &Path| fs::read(root.join(capsule::CAPSULE_DIR).join(name)).unwrap();
         assert_ne!(read(&made.rootfs()), read(&root), "{name}");
     }
+}
+
+/// Two captures of one model: the payload is one object, everything else differs although sizes are equal.
+fn make_two() -> (Made, PathBuf) {
+    let made = make();
+    let (dump, root) = (made.dir.path().join("dump2"), made.dir.path().join("root2"));
+    fs::create_dir_all(&dump).unwrap();
+    fs::create_dir_all(&root).unwrap();
+    write_dump_with(&dump, &noise(3, MODEL_PAGES * PAGE), 77, 8);
+    let again = capture_into(made.dir.path(), &dump, &root, Some(&made.dir.path().join("model.safetensors")));
+    assert_eq!(again.workers[0].payload, made.report.workers[0].payload);
+    (made, root)
+}
+
+#[test]
+fn nothing_is_interchanged_because_a_payload_matches() {
+    // Address map, residual map, process images, facts, and the whole description of another capture.
+    for name in [
+        "hydration/w1/native-manifest.json",
+        "hydration/w1/manifest.json",
+        "images/mm-1.img",
+        "artifact.json",
+    ] {
+        let (made, other) = make_two();
+        let spec = made.spec();
+        assert!(matches!(made.decide(&spec, RestoreMode::Require), Ok(Decision::Restore(_))));
+        let capsule = made.rootfs().join(capsule::CAPSULE_DIR);
+        fs::copy(other.join(capsule::CAPSULE_DIR).join(name), capsule.join(name)).unwrap();
+        let text = made.refused(&spec);
+        assert!(text.contains("is not the one that its descriptor pins"), "{name}: {text}");
+        let error = check_capsule(&made).unwrap_err();
+        assert!(matches!(error.kind(), "IdentityChanged" | "SizeChanged"), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_residual_of_another_capture_is_not_this_one_although_size_and_payload_are_equal() {
+    let (made, other) = make_two();
+    let name = "hydration/w1/weights.blob";
+    let (here, there) = (made.rootfs().join(capsule::CAPSULE_DIR), other.join(capsule::CAPSULE_DIR));
+    assert_eq!(fs::metadata(here.join(name)).unwrap().len(), fs::metadata(there.join(name)).unwrap().len());
+    fs::copy(there.join(name), here.join(name)).unwrap();
+    assert_eq!(check_capsule(&made).unwrap_err().kind(), "IdentityChanged");
+}
+
+#[test]
+fn only_equal_path_size_and_digest_make_two_payloads_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path());
+    let (a, b) = (noise(1, 5000), noise(2, 6000));
+    let publish = |extents: &[&[u8]]| {
+        let extents: Vec<Vec<&[u8]>> = extents.iter().map(|extent| vec![*extent]).collect();
+        let published = store.publish_pack(&extents, &mut |_| ()).unwrap();
+        (*published.payload.digest(), published.payload.bytes())
+    };
+    let both = publish(&[&a, &b]);
+    assert_eq!(publish(&[&b, &a]), both, "order of capture does not matter");
+    // The same tensors in other extents are other bytes.
+    let joined = [&a[..], &b].concat();
+    let others = [publish(&[&joined]), publish(&[&a, &b, &a]), publish(&[&a])];
+    for other in others {
+        assert_ne!(other.0, both.0);
+        assert_ne!(other.0.payload_path(), both.0.payload_path());
+    }
+    assert_eq!(store.list().unwrap().len(), 4);
+}
+
+fn check_capsule(made: &Made) -> Result<Checked, CheckError> {
+    let options = Options { store: Some(&made.store()), ..Options::default() };
+    check(&made.rootfs(), &options, &mut |_, _, _| ())
+}
+
+#[test]
+fn a_whole_capsule_is_checked() {
+    let made = make();
+    let checked = check_capsule(&made).unwrap();
+    assert!(checked.not_compared.is_empty(), "{:?}", checked.not_compared);
+    // Descriptor, facts and both manifests; every object, the residual's extents and the payload in the store.
+    assert_eq!(checked.documents.len(), 4);
+    assert!(checked.files.iter().any(|file| file.path == made.payload() && file.report.whole_digest));
+
+    let capsule = made.rootfs().join(capsule::CAPSULE_DIR);
+    fs::write(capsule.join("images/extra.img"), b"x").unwrap();
+    assert!(check_capsule(&made).unwrap_err().to_string().contains("images/extra.img is not listed"));
+    fs::remove_file(capsule.join("images/extra.img")).unwrap();
+    let pages = capsule.join("images/pages-1.img");
+    fs::remove_file(&pages).unwrap();
+    assert_eq!(check_capsule(&made).unwrap_err().kind(), "Io");
+    std::os::unix::fs::symlink("/dev/null", &pages).unwrap();
+    assert_eq!(check_capsule(&made).unwrap_err().kind(), "Io", "a link is not followed");
+    fs::remove_file(&pages).unwrap();
+    fs::write(&pages, b"").unwrap();
+    check_capsule(&made).unwrap();
+
+    let payload = made.payload();
+    fs::set_permissions(&payload, fs::Permissions::from_mode(0o644)).unwrap();
+    let mut bytes = fs::read(&payload).unwrap();
+    bytes[77] ^= 1;
+    fs::write(&payload, bytes).unwrap();
+    assert_eq!(check_capsule(&made).unwrap_err().kind(), "IdentityChanged");
+    fs::remove_file(&payload).unwrap();
+    assert_eq!(check_capsule(&made).unwrap().not_compared.len(), 1);
 }
 
 #[test]

@@ -4,9 +4,9 @@
 
 mod common;
 
-use std::fs::{self, File};
+use std::fs::{self, File, FileTimes};
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::path::Path;
 use std::thread;
 
@@ -96,26 +96,94 @@ fn a_flipped_byte_with_a_restored_mtime_is_found_and_the_record_stays() {
 }
 
 #[test]
-fn chmod_touch_and_another_inode_cost_one_verification() {
+fn chmod_and_chown_cost_at_most_one_verification_and_never_invalidate() {
     let (_dir, store, digest) = store_with_payload();
     let path = store.payload_path(&digest);
-    set_mode(&path, 0o400);
+    for mode in [0o400, 0o644, 0o444] {
+        set_mode(&path, mode);
+        assert_hashed_once(&store, &digest);
+    }
+    // To whom it belongs already: also that changes the ctime, and everybody may do it.
+    let metadata = fs::metadata(&path).unwrap();
+    chown(&path, Some(metadata.uid()), Some(metadata.gid())).unwrap();
     assert_hashed_once(&store, &digest);
+    if rustix::process::geteuid().is_root() {
+        chown(&path, Some(4711), Some(4712)).unwrap();
+        assert_hashed_once(&store, &digest);
+    }
+}
+
+#[test]
+fn chmod_chown_and_rename_of_the_root_cost_nothing() {
+    let (dir, store, digest) = store_with_payload();
+    set_mode(store.root(), 0o700);
+    assert_cached(&store, &digest);
+    let metadata = fs::metadata(store.root()).unwrap();
+    chown(store.root(), Some(metadata.uid()), Some(metadata.gid())).unwrap();
+    if rustix::process::geteuid().is_root() {
+        chown(store.root(), Some(4711), Some(4712)).unwrap();
+    }
+    assert_cached(&store, &digest);
+    let root = dir.path().join("moved");
+    fs::rename(store.root(), &root).unwrap();
+    assert_cached(&NodeStore::open(&root).unwrap(), &digest);
+}
+
+#[test]
+fn another_mtime_is_not_served_from_the_record() {
+    let (_dir, store, digest) = store_with_payload();
+    let path = store.payload_path(&digest);
     set_mode(&path, 0o644);
     File::options().write(true).open(&path).unwrap().set_modified(std::time::UNIX_EPOCH).unwrap();
     assert_hashed_once(&store, &digest);
+}
+
+#[test]
+fn another_inode_is_not_served_from_the_record() {
+    let (_dir, store, digest) = store_with_payload();
+    let path = store.payload_path(&digest);
+    let times = FileTimes::new().set_modified(fs::metadata(&path).unwrap().modified().unwrap());
     let copy = path.with_extension("copy");
     fs::copy(&path, &copy).unwrap();
+    // Equal in everything but the inode.
+    set_mode(&copy, 0o644);
+    File::options().write(true).open(&copy).unwrap().set_times(times).unwrap();
+    set_mode(&copy, 0o444);
     fs::rename(&copy, &path).unwrap();
     assert_hashed_once(&store, &digest);
 }
 
 #[test]
-fn renaming_the_root_costs_nothing() {
-    let (dir, store, digest) = store_with_payload();
-    let root = dir.path().join("moved");
-    fs::rename(store.root(), &root).unwrap();
-    assert_cached(&NodeStore::open(&root).unwrap(), &digest);
+fn another_size_is_not_served_from_the_record() {
+    let (_dir, store, digest) = store_with_payload();
+    let path = store.payload_path(&digest);
+    let times = FileTimes::new().set_modified(fs::metadata(&path).unwrap().modified().unwrap());
+    set_mode(&path, 0o644);
+    let file = File::options().append(true).open(&path).unwrap();
+    (&file).write_all(&[0; 4096]).unwrap();
+    file.set_times(times).unwrap();
+    assert!(matches!(admit(&store, &digest), Err(AdmitError::SizeMismatch { found: 16384, .. })));
+    assert!(matches!(store.admit(&digest, None, &mut |_| ()), Err(AdmitError::DigestMismatch { .. })));
+}
+
+#[test]
+fn a_second_use_reads_no_payload_byte() {
+    let (_dir, store) = store();
+    let digest = *publish(&store, &[&vec![3; 8 << 20]]).payload.digest();
+    let before = bytes_read();
+    store.admit(&digest, None, &mut |_| panic!("hashed")).unwrap();
+    let read = bytes_read() - before;
+    // The record, and this file of the kernel.
+    assert!(read < 8192, "{read} bytes were read");
+    fs::remove_file(record_path(&store, &digest)).unwrap();
+    store.admit(&digest, None, &mut |_| ()).unwrap();
+    assert!(bytes_read() - before > 8 << 20, "the counter counts");
+}
+
+/// Bytes that this thread has read from files.
+fn bytes_read() -> u64 {
+    let counters = fs::read_to_string("/proc/thread-self/io").unwrap();
+    counters.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
 }
 
 #[test]

@@ -1,111 +1,96 @@
-//! `coldsnap check`: a native manifest, and the files it describes.
+//! `coldsnap check`: anything that the format knows, with the files that it describes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use coldsnap::check::{FileReport, check_pack, check_residual, pack_work};
-use coldsnap::format::native_manifest::{ManifestKind, NativeManifest};
+use coldsnap::check::{Checked, Options, check};
 use serde::Serialize;
+use serde_json::Value;
 
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
-/// Check a native manifest: coverage, order, offsets, sums; with files also every extent's digest and checksum.
+/// Check a document, pack, worker directory or capsule: every rule of its format, and the digests and checksums of the
+/// files that lie beside it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// The native-manifest.json.
-    #[arg(value_name = "MANIFEST")]
-    manifest: PathBuf,
-    /// The pack to compare with it.
+    /// An artifact descriptor, overlay, native or recovery manifest, validation record, capture.json, pack, worker
+    /// directory or capsule; its kind is found out.
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// The pack to compare with a native manifest, instead of the one beside it.
     #[arg(long, value_name = "FILE")]
     pack: Option<PathBuf>,
-    /// The residual blob to compare with it.
+    /// The residual blob to compare with a native manifest, instead of the one beside it.
     #[arg(long, value_name = "FILE")]
     residual: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
-struct Report {
-    manifest: String,
-    kind: ManifestKind,
-    worker_id: String,
-    capture_id: String,
-    allocations: usize,
-    allocation_bytes: u64,
-    model_extents: usize,
-    model_weight_bytes: u64,
-    model_blob_bytes: u64,
-    residual_extents: usize,
-    residual_bytes: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pack: Option<FileResult>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    residual: Option<FileResult>,
+struct Report<'a> {
+    path: &'a Path,
+    #[serde(flatten)]
+    checked: Checked,
     seconds: f64,
-}
-
-#[derive(Serialize)]
-struct FileResult {
-    path: String,
-    bytes: u64,
-    extents: usize,
-    whole_digest: bool,
 }
 
 /// Runs the command.
 ///
 /// # Errors
 /// The first rule that does not hold, by its kind.
-pub fn run(args: Args, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let started = Instant::now();
-    let manifest = NativeManifest::read(&args.manifest)?;
-    let layout = manifest
-        .layout()
-        .map_err(|e| CliError::new(e.kind(), format!("{}: {e}", args.manifest.display())))?;
-    let pack = args.pack.map(|path| {
-        let mut progress = output.progress("checking the pack", pack_work(&manifest, &path));
-        check_pack(&manifest, &path, &mut |n| progress.advance(n)).map(|report| file_result(path, report))
+    let store = node.store();
+    let options =
+        Options { pack: args.pack.as_deref(), residual: args.residual.as_deref(), store: Some(&store) };
+    let mut bar = None;
+    let mut what = "";
+    let checked = check(&args.path, &options, &mut |now, total, bytes| {
+        if what != now || bar.is_none() {
+            what = now;
+            bar = Some(output.progress(now, total));
+        }
+        if let Some(bar) = &mut bar {
+            bar.advance(bytes);
+        }
     });
-    let residual = args.residual.map(|path| {
-        let mut progress = output.progress("checking the residual", manifest.residual_bytes);
-        check_residual(&manifest, &path, &mut |n| progress.advance(n)).map(|report| file_result(path, report))
-    });
-    let report = Report {
-        pack: pack.transpose()?,
-        residual: residual.transpose()?,
-        manifest: args.manifest.display().to_string(),
-        kind: manifest.kind,
-        allocations: layout.allocations().len(),
-        allocation_bytes: manifest.allocation_bytes,
-        model_extents: manifest.model_weight_extents.len(),
-        model_weight_bytes: manifest.model_weight_bytes,
-        model_blob_bytes: manifest.model_blob_bytes,
-        residual_extents: manifest.residual_extents.len(),
-        residual_bytes: manifest.residual_bytes,
-        worker_id: manifest.worker_id,
-        capture_id: manifest.capture_id,
-        seconds: started.elapsed().as_secs_f64(),
-    };
+    drop(bar);
+    let report = Report { path: &args.path, checked: checked?, seconds: started.elapsed().as_secs_f64() };
     output.result(&report, || text(&report))
 }
 
-fn file_result(path: PathBuf, report: FileReport) -> FileResult {
-    let FileReport { bytes, extents, whole_digest } = report;
-    FileResult { path: path.display().to_string(), bytes, extents, whole_digest }
+fn text(report: &Report<'_>) -> String {
+    let mut lines = vec![format!("{}: every rule holds", report.path.display())];
+    lines.extend(summary_lines(&report.checked.summary));
+    for document in report.checked.documents.iter().filter(|path| *path != report.path) {
+        lines.push(format!("agrees with {}", document.display()));
+    }
+    for file in &report.checked.files {
+        let extents = if file.report.extents > 0 {
+            format!(", {} extents", file.report.extents)
+        } else {
+            String::new()
+        };
+        let whole = if file.report.whole_digest { ", the digest" } else { "" };
+        lines.push(format!("{}: {} bytes match{extents}{whole}", file.path.display(), file.report.bytes));
+    }
+    lines.extend(report.checked.not_compared.iter().map(|what| format!("not compared: {what}")));
+    lines.join("\n")
 }
 
-fn text(report: &Report) -> String {
-    let mut lines = vec![
-        format!(
-            "{}: every rule holds (worker {}, capture {})",
-            report.manifest, report.worker_id, report.capture_id
-        ),
-        format!("{} bytes in {} allocations:", report.allocation_bytes, report.allocations),
-        format!("  model     {} bytes in {} extents", report.model_weight_bytes, report.model_extents),
-        format!("  residual  {} bytes in {} extents", report.residual_bytes, report.residual_extents),
-    ];
-    for file in report.pack.iter().chain(&report.residual) {
-        let whole = if file.whole_digest { ", and the digest in its name" } else { "" };
-        lines.push(format!("{}: {} bytes, {} extents match{whole}", file.path, file.bytes, file.extents));
-    }
-    lines.join("\n")
+/// The main figures of a document, one a line.
+pub fn summary_lines(summary: &impl Serialize) -> Vec<String> {
+    let Ok(Value::Object(fields)) = serde_json::to_value(summary) else { return Vec::new() };
+    let show = |value: &Value| match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Array(items) if items.is_empty() => "none".to_owned(),
+        Value::Array(items) => items
+            .iter()
+            .map(|i| i.as_str().map_or_else(|| i.to_string(), str::to_owned))
+            .collect::<Vec<_>>()
+            .join(" "),
+        other => other.to_string(),
+    };
+    fields.iter().map(|(name, value)| format!("  {:<26} {}", name.replace('_', " "), show(value))).collect()
 }

@@ -9,6 +9,7 @@ use rustix::fs::statfs;
 use serde::Serialize;
 
 use crate::containerd::Containerd;
+use crate::node::Node;
 use crate::output::{CliError, Output};
 use crate::tools;
 
@@ -61,9 +62,9 @@ impl Check {
 ///
 /// # Errors
 /// `Doctor` when a check failed; the checks are printed all the same.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-    let checks = runtime.block_on(checks(&args, store));
+    let checks = runtime.block_on(checks(&args, node.root()));
     let failed = checks.iter().filter(|c| c.status == Status::Failed).count();
     output.result(&checks, || text(&checks))?;
     if failed == 0 { Ok(()) } else { Err(CliError::in_result("Doctor", format!("{failed} checks failed"))) }

@@ -1,4 +1,4 @@
-//! `coldsnap inspect`: what a capsule is and what a restore of it needs.
+//! `coldsnap inspect`: what a capsule is and what a restore of it needs, or what any other document or pack is.
 
 use std::fs::File;
 use std::io::{self, BufReader, Seek, Write};
@@ -6,20 +6,24 @@ use std::path::{Path, PathBuf};
 
 use coldsnap::capsule;
 use coldsnap::capture::layer::{read_layer, read_tree};
+use coldsnap::check::{Document, Summary};
 use coldsnap::inspect::{CapsuleFiles, Inspection, inspect};
-use coldsnap::store::NodeStore;
+
+use serde::Serialize;
 
 use super::capture::image::BaseImage;
+use super::check::summary_lines;
 use crate::containerd::{Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Describe a capsule: snapshot driver, workers, payloads and whether they are here, sizes, and what a restore needs
-/// from the host and from the container's spec.
+/// from the host and from the container's spec. Describes single documents and packs too; checks no file's bytes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// A capsule image in containerd, or a directory: a root filesystem or layer with a capsule in it, or the
-    /// capsule's own directory.
-    #[arg(value_name = "IMAGE|DIRECTORY")]
+    /// A capsule image in containerd, or a directory: a root filesystem or layer with a capsule in it, the capsule's
+    /// own directory, or that of a worker. Or a file: a document of any kind, or a pack.
+    #[arg(value_name = "IMAGE|PATH")]
     capsule: String,
     /// containerd's socket.
     #[arg(long, value_name = "SOCKET", default_value = "/run/containerd/containerd.sock")]
@@ -33,17 +37,48 @@ pub struct Args {
 ///
 /// # Errors
 /// When there is no such capsule or it is malformed.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let path = Path::new(&args.capsule);
+    if let Some((path, summary)) = single(path)? {
+        let report = Described { path, summary };
+        return output.result(&report, || {
+            let mut lines = vec![report.path.display().to_string()];
+            lines.extend(summary_lines(&report.summary));
+            lines.join("\n")
+        });
+    }
     let files = if path.is_dir() {
         directory(path).map_err(|e| CliError::new("Io", format!("cannot read {}: {e}", path.display())))?
     } else {
         let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
         runtime.block_on(image(&args)).map_err(|e| CliError::new("Containerd", e))?
     };
-    let found = inspect(&files, &NodeStore::at(store))
+    let found = inspect(&files, &node.store())
         .map_err(|e| CliError::new("NotACapsule", format!("{}: {e}", args.capsule)))?;
     output.result(&found, || text(&found))
+}
+
+#[derive(Serialize)]
+struct Described {
+    path: PathBuf,
+    #[serde(flatten)]
+    summary: Summary,
+}
+
+/// A document or pack, also the manifest of a worker's directory; `None` for everything else.
+fn single(path: &Path) -> Result<Option<(PathBuf, Summary)>, CliError> {
+    let path =
+        match [capsule::NATIVE_MANIFEST_NAME, capsule::RECOVERY_MANIFEST_NAME].map(|name| path.join(name)) {
+            [native, _] if native.is_file() => native,
+            [_, recovery] if recovery.is_file() => recovery,
+            _ if path.is_file() => path.to_owned(),
+            _ => return Ok(None),
+        };
+    let summary = match Document::read(&path)? {
+        Some(document) => document.summary(),
+        None => Summary::pack(&path)?,
+    };
+    Ok(Some((path, summary)))
 }
 
 /// The capsule in a directory, or the directory that is the capsule.

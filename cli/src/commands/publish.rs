@@ -5,19 +5,19 @@
 //! and a second run goes on from it.
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use coldsnap::capsule;
 use coldsnap::digest::Digest;
 use coldsnap::format::artifact::Artifact;
 use coldsnap::registry::{Access, Registry, Repository};
-use coldsnap::store::NodeStore;
 use serde::Serialize;
 
 use super::capture::image::{BaseImage, ImageBlob};
 use super::inspect::capsule_files;
 use super::registry::{self, PayloadRow, RegistryArgs};
 use crate::containerd::{Containerd, PushListener};
+use crate::node::Node;
 use crate::output::{CliError, Output, Progress};
 
 /// Push a capsule image to a registry and write a descriptor that names it by digest.
@@ -85,7 +85,7 @@ struct CapsuleImage {
 ///
 /// # Errors
 /// No capsule, an unusable argument, a payload that is not admitted, or what containerd or the registry answer.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     let (repository, tag) = split(&args.reference)?;
     let access = args.registry.access();
     if let Some(path) = &args.output
@@ -105,7 +105,7 @@ pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
         .map(|payload| (payload.digest, Some(payload.bytes)))
         .collect();
     let admitted = match args.with_payloads {
-        true => registry::admit(&NodeStore::at(store), &payloads, output)?,
+        true => registry::admit(&node.store(), &payloads, output)?,
         false => Vec::new(),
     };
     let registry = Registry::connect(&repository, &access)?;

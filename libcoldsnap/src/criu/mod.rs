@@ -1,6 +1,7 @@
 //! CRIU images: codec, the remapper that turns anonymous memory into file mappings, its proof,
 //! CRIU's logs and per-container configuration.
 
+pub mod areas;
 pub mod config;
 pub mod image;
 pub mod log;

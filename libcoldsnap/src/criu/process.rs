@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::areas;
 use super::image::{self, ImageError, Magic};
 use super::proto::{FileEntry, MmEntry, MntEntry, PagemapEntry, PagemapHead, PstreeEntry};
 use crate::mapped_file::MappedFile;
@@ -125,7 +126,9 @@ impl ImageSet {
 
 impl ProcessImages {
     fn read(dir: &Path, pid: u32) -> Result<Self, DumpError> {
-        let mm = image::read_one(&dir.join(format!("mm-{pid}.img")), Magic::Mm)?;
+        let name = format!("mm-{pid}.img");
+        let mm = image::read_one(&dir.join(&name), Magic::Mm)?;
+        areas::check(&name, &mm)?;
         let name = format!("pagemap-{pid}.img");
         let path = dir.join(&name);
         if !path.is_file() {

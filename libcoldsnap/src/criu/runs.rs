@@ -157,17 +157,7 @@ pub fn memory_of(
     let malformed = |reason: String| ImageError::Malformed { name: name.clone(), reason };
     let mut vmas = process.mm.vmas.clone();
     let mut under = Vec::new();
-    let mut previous_end = 0;
     for (index, vma) in vmas.iter_mut().enumerate() {
-        if vma.start() >= vma.end() || vma.start() % PAGE_SIZE != 0 || vma.end() % PAGE_SIZE != 0 {
-            return Err(malformed(format!("area {:#x}-{:#x} is empty or unaligned", vma.start(), vma.end())));
-        }
-        if is_area(vma) {
-            if vma.start() < previous_end {
-                return Err(malformed(format!("area {:#x} overlaps the one before", vma.start())));
-            }
-            previous_end = vma.end();
-        }
         let file = u32::try_from(vma.shmid()).ok().filter(|id| residuals.contains_key(id));
         if let Some(file) = file.filter(|_| vma.status() & vma_status::FILE_PRIVATE != 0) {
             let offset = vma.pgoff();

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use serde_json::Value;
 
+use super::json::Json;
 use crate::durable;
 
 /// No manifest or descriptor is larger; a manifest has about 300 bytes per extent.
@@ -73,13 +73,25 @@ pub(crate) fn parse<T: DeserializeOwned>(document: &'static str, bytes: &[u8]) -
     Ok(value)
 }
 
+/// As [`parse`], for documents that keep values unread: no key twice anywhere, and no integer that 64 bits cannot hold,
+/// because neither would survive.
+pub(crate) fn parse_exact<T: DeserializeOwned>(
+    document: &'static str,
+    bytes: &[u8],
+) -> Result<T, FormatError> {
+    let value = parse(document, bytes)?;
+    let exact = Json::parse(bytes).map_err(|e| FormatError::new(document, ".", e))?;
+    match exact.first_beyond_64_bits() {
+        Some(field) => Err(FormatError::new(document, field, "an integer that 64 bits cannot hold")),
+        None => Ok(value),
+    }
+}
+
 /// The document as it is written: indent 2, sorted keys, newline at the end.
 pub(crate) fn to_bytes<T: Serialize>(document: &'static str, value: &T) -> Result<Vec<u8>, FormatError> {
-    let fail = |e| FormatError::new(document, ".", e);
-    let value = sorted(serde_json::to_value(value).map_err(fail)?);
-    let mut bytes = serde_json::to_vec_pretty(&value).map_err(fail)?;
-    bytes.push(b'\n');
-    Ok(bytes)
+    let fail = |e: &dyn ToString| FormatError::new(document, ".", e.to_string());
+    let text = serde_json::to_vec(value).map_err(|e| fail(&e))?;
+    Ok(Json::parse(&text).map_err(|e| fail(&e))?.document().into_bytes())
 }
 
 /// Reads `path` and hands its bytes to `parse`.
@@ -113,19 +125,6 @@ pub(crate) fn write(path: &Path, bytes: Result<Vec<u8>, FormatError>) -> Result<
         path: path.to_owned(),
         source,
     })
-}
-
-/// Does not rely on the map type of `serde_json`, which a feature of any crate in the build can change.
-fn sorted(value: Value) -> Value {
-    match value {
-        Value::Object(map) => {
-            let mut pairs: Vec<_> = map.into_iter().collect();
-            pairs.sort_by(|a, b| a.0.cmp(&b.0));
-            Value::Object(pairs.into_iter().map(|(k, v)| (k, sorted(v))).collect())
-        }
-        Value::Array(items) => Value::Array(items.into_iter().map(sorted).collect()),
-        other => other,
-    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ pub mod descriptor;
 pub(crate) mod document;
 mod hex_fields;
 mod host_worker;
+pub mod json;
+mod manifest;
 pub mod native_manifest;
 pub mod overlay;
 pub mod pack;

@@ -6,51 +6,32 @@
 //!
 //! Parsing checks the shape of every field. [`NativeManifest::layout`] checks the rules among them.
 
-use std::collections::{BTreeMap, HashSet};
-use std::fs::Metadata;
-use std::os::unix::fs::MetadataExt;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::document::{self, DocumentError, FormatError};
 use super::hex_fields::{crc_hex, nullable, plain_hex};
+use super::json::Json;
+use super::manifest;
 use super::pack::{ExtentSum, PackLayout};
 use super::residual::ResidualLayout;
 use crate::digest::Digest;
 use crate::extent::{CoveredLayout, LayoutError};
 
+pub use super::manifest::{
+    BlobStat, Checksum, Entry, FORMAT, ManifestKind, Placement, ResidualExtent, WEIGHTS,
+};
+
 /// How errors name the document.
 pub const DOCUMENT: &str = "native-manifest.json";
-/// The only value of `format`.
-pub const FORMAT: u32 = 3;
-
-/// Which kind of process a manifest describes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum ManifestKind {
-    /// A vLLM worker whose allocations come from its CuMem allocator.
-    #[serde(rename = "vllm-live-process-cumem")]
-    VllmCumem,
-    /// Any process captured by the `host` driver.
-    #[serde(rename = "coldsnap-host-process")]
-    HostProcess,
-}
-
 /// The only value of `weight_source` here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NativeWeightSource {
     /// Model bytes in the pack, all others in the residual blob.
     #[serde(rename = "split-native")]
     SplitNative,
-}
-
-/// The only value of `checksum`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Checksum {
-    /// CRC-32 (IEEE).
-    #[serde(rename = "crc32")]
-    Crc32,
 }
 
 /// When a hydration compares checksums.
@@ -62,67 +43,6 @@ pub enum VerifyMode {
     /// Never: the files were verified before.
     Preverified,
 }
-
-/// How a restore provides an extent's bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Placement {
-    /// The kernel maps the page-aligned interior from the file; address and offset agree modulo the page size.
-    Mapped,
-    /// Hydration reads it into memory.
-    Copied,
-}
-
-/// Identity of a file when the manifest was written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct BlobStat {
-    /// Device number.
-    pub device: u64,
-    /// Inode number.
-    pub inode: u64,
-    /// Size in bytes.
-    pub bytes: u64,
-    /// Modification time, nanoseconds since the epoch.
-    pub mtime_ns: i64,
-    /// Status change time, nanoseconds since the epoch.
-    pub ctime_ns: i64,
-}
-
-impl BlobStat {
-    /// The identity of a file.
-    pub fn of(metadata: &Metadata) -> Self {
-        Self {
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            bytes: metadata.size(),
-            mtime_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
-            ctime_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
-        }
-    }
-
-    /// Whether device, inode, size and modification time are equal. (chmod and chown change only the ctime.)
-    pub fn same_content(&self, other: &Self) -> bool {
-        Self { ctime_ns: 0, ..*self } == Self { ctime_ns: 0, ..*other }
-    }
-}
-
-pub(crate) fn nanoseconds(seconds: i64, nanoseconds: i64) -> i64 {
-    seconds.saturating_mul(1_000_000_000).saturating_add(nanoseconds)
-}
-
-/// One allocation of the worker.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
-    /// First address.
-    pub ptr: u64,
-    /// Size in bytes.
-    pub size: u64,
-    /// What it is for; model extents lie only in allocations tagged [`WEIGHTS`].
-    pub tag: String,
-}
-
-/// Tag of allocations that are preserved.
-pub const WEIGHTS: &str = "weights";
 
 /// A range of model-owned bytes, in the pack.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -140,25 +60,6 @@ pub struct ModelExtent {
     #[serde(with = "plain_hex")]
     pub sha256: Digest,
     /// Offset in the pack.
-    pub offset: u64,
-    /// CRC-32 of the bytes.
-    #[serde(with = "crc_hex")]
-    pub crc32: u32,
-    /// Only in kind [`ManifestKind::HostProcess`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub placement: Option<Placement>,
-}
-
-/// A range of bytes in the residual blob.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResidualExtent {
-    /// First address.
-    pub ptr: u64,
-    /// Size in bytes.
-    pub size: u64,
-    /// First address of the allocation that holds it.
-    pub allocation_ptr: u64,
-    /// Offset in the residual blob.
     pub offset: u64,
     /// CRC-32 of the bytes.
     #[serde(with = "crc_hex")]
@@ -212,7 +113,7 @@ pub struct NativeManifest {
     pub model_weight_extents: Vec<ModelExtent>,
     /// Opaque to us; kept as it is.
     #[serde(with = "nullable")]
-    pub model_execution_state: Option<Value>,
+    pub model_execution_state: Option<Json>,
     pub residual_extents: Vec<ResidualExtent>,
     pub direct_io: bool,
     pub write_io_mode: String,
@@ -241,12 +142,7 @@ impl NativeManifest {
     /// # Errors
     /// Names the field that is missing, of the wrong type or malformed, or the trailing data.
     pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
-        let manifest: Self = document::parse(DOCUMENT, bytes)?;
-        if manifest.format != FORMAT {
-            let problem = format!("{} is not supported, expected {FORMAT}", manifest.format);
-            return Err(FormatError::new(DOCUMENT, "format", problem));
-        }
-        Ok(manifest)
+        manifest::parse(DOCUMENT, bytes, |manifest: &Self| manifest.format)
     }
 
     /// Reads and parses a file.
@@ -288,7 +184,7 @@ impl NativeManifest {
     /// The first violation, in this order: coverage, rules of the kind, sums, pack order and offsets, residual
     /// layout, sizes of the blobs.
     pub fn layout(&self) -> Result<CoveredLayout, LayoutError> {
-        let layout = prove_coverage(
+        let layout = manifest::prove_coverage(
             &self.entries,
             self.model_weight_extents.iter().map(|e| (e.ptr, e.size, e.allocation_ptr)),
             &self.residual_extents,
@@ -296,10 +192,15 @@ impl NativeManifest {
         self.check_kind()?;
         let model_bytes = self.model_weight_extents.iter().map(|e| e.size).sum();
         LayoutError::same_size("model_weight_bytes", model_bytes, self.model_weight_bytes)?;
-        check_sums(&self.entries, self.allocation_bytes, &self.residual_extents, self.residual_bytes)?;
+        manifest::check_sums(
+            &self.entries,
+            self.allocation_bytes,
+            &self.residual_extents,
+            self.residual_bytes,
+        )?;
         let pack = self.pack_layout()?;
         LayoutError::same_size("model_blob_bytes", pack.bytes(), self.model_blob_bytes)?;
-        check_residual(&self.residual_extents, self.residual_layout, self.residual_blob_bytes)?;
+        manifest::check_residual(&self.residual_extents, self.residual_layout, self.residual_blob_bytes)?;
         for (field, stat, bytes) in [
             ("blob_stat.bytes", &self.blob_stat, self.blob_bytes),
             ("model_blob_stat.bytes", &self.model_blob_stat, self.model_blob_bytes),
@@ -323,24 +224,17 @@ impl NativeManifest {
     fn check_kind(&self) -> Result<(), LayoutError> {
         let model = self.model_weight_extents.iter().enumerate();
         let model = model.map(|(n, e)| (format!("model_weight_extents[{n}]"), e.placement, e.ptr, e.offset));
-        let residual = self.residual_extents.iter().enumerate();
-        let residual =
-            residual.map(|(n, e)| (format!("residual_extents[{n}]"), e.placement, e.ptr, e.offset));
+        let extents = model.chain(manifest::residual_placements(&self.residual_extents));
+        manifest::check_placements(self.kind, self.page_size, extents)?;
         match self.kind {
-            ManifestKind::VllmCumem => {
-                if self.model_weight_extents.is_empty() {
-                    return Err(LayoutError::malformed("model_weight_extents", "empty"));
-                }
+            ManifestKind::VllmCumem if self.model_weight_extents.is_empty() => {
+                Err(LayoutError::malformed("model_weight_extents", "empty"))
             }
+            ManifestKind::VllmCumem => Ok(()),
             ManifestKind::HostProcess => {
-                let page_size = check_page_size(self.page_size)?;
-                unique_ids(self.model_weight_extents.iter().map(|e| e.semantic_id))?;
-                for (what, placement, ptr, offset) in model.chain(residual) {
-                    check_placement(what, placement, ptr, offset, page_size)?;
-                }
+                manifest::unique_ids(self.model_weight_extents.iter().map(|e| e.semantic_id))
             }
         }
-        Ok(())
     }
 }
 
@@ -351,255 +245,5 @@ impl ModelExtent {
     }
 }
 
-/// Coverage, and that model extents lie in allocations tagged `weights`.
-pub(super) fn prove_coverage(
-    entries: &[Entry],
-    model: impl Iterator<Item = (u64, u64, u64)>,
-    residual: &[ResidualExtent],
-) -> Result<CoveredLayout, LayoutError> {
-    let allocations: Vec<_> = entries.iter().map(|e| (e.ptr, e.size)).collect();
-    let model: Vec<_> = model.collect();
-    let residual: Vec<_> = residual.iter().map(|e| (e.ptr, e.size, e.allocation_ptr)).collect();
-    let layout = CoveredLayout::prove(&allocations, &model, &residual)?;
-    let preserved: HashSet<u64> = entries.iter().filter(|e| e.tag == WEIGHTS).map(|e| e.ptr).collect();
-    if let Some(n) = model.iter().position(|(_, _, allocation)| !preserved.contains(allocation)) {
-        let what = format!("model_weight_extents[{n}].allocation_ptr");
-        let problem = format!("the allocation at {:#x} is not tagged {WEIGHTS:?}", model[n].2);
-        return Err(LayoutError::malformed(what, problem));
-    }
-    Ok(layout)
-}
-
-/// `allocation_bytes` and `residual_bytes`. Coverage has shown that the sums do not overflow.
-pub(super) fn check_sums(
-    entries: &[Entry],
-    allocation_bytes: u64,
-    residual: &[ResidualExtent],
-    residual_bytes: u64,
-) -> Result<(), LayoutError> {
-    LayoutError::same_size("allocation_bytes", entries.iter().map(|e| e.size).sum(), allocation_bytes)?;
-    LayoutError::same_size("residual_bytes", residual.iter().map(|e| e.size).sum(), residual_bytes)
-}
-
-pub(super) fn check_residual(
-    residual: &[ResidualExtent],
-    layout: ResidualLayout,
-    blob_bytes: u64,
-) -> Result<(), LayoutError> {
-    let pieces: Vec<_> = residual.iter().map(|e| (e.offset, e.size)).collect();
-    layout.check(&pieces, blob_bytes)
-}
-
-/// A recovery finds an extent's sources by its id, so that in our kind ids are unique.
-pub(super) fn unique_ids(ids: impl Iterator<Item = Digest>) -> Result<(), LayoutError> {
-    let mut seen = HashSet::new();
-    for (n, id) in ids.enumerate() {
-        if !seen.insert(id) {
-            let what = format!("model_weight_extents[{n}].semantic_id");
-            return Err(LayoutError::malformed(what, format!("{} is listed before", id.hex())));
-        }
-    }
-    Ok(())
-}
-
-fn check_page_size(page_size: Option<u64>) -> Result<u64, LayoutError> {
-    match page_size {
-        Some(size) if size.is_power_of_two() && size >= 4096 => Ok(size),
-        Some(size) => Err(LayoutError::malformed("page_size", format!("{size} is no page size"))),
-        None => Err(LayoutError::malformed("page_size", "missing field")),
-    }
-}
-
-fn check_placement(
-    what: String,
-    placement: Option<Placement>,
-    ptr: u64,
-    offset: u64,
-    page_size: u64,
-) -> Result<(), LayoutError> {
-    match placement {
-        None => Err(LayoutError::malformed(what + ".placement", "missing field")),
-        Some(Placement::Mapped) if ptr % page_size != offset % page_size => {
-            let problem = format!(
-                "it is mapped, but its address {ptr:#x} and its offset {offset} differ modulo the page size {page_size}"
-            );
-            Err(LayoutError::malformed(what + ".placement", problem))
-        }
-        Some(_) => Ok(()),
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    const VECTOR: &[u8] = include_bytes!("../../tests/vectors/native-manifest.json");
-
-    fn value() -> Value {
-        serde_json::from_slice(VECTOR).unwrap()
-    }
-
-    fn parse(value: &Value) -> Result<NativeManifest, FormatError> {
-        NativeManifest::parse(value.to_string().as_bytes())
-    }
-
-    fn refused(change: impl FnOnce(&mut Value)) -> LayoutError {
-        let mut value = value();
-        change(&mut value);
-        parse(&value).unwrap().layout().unwrap_err()
-    }
-
-    #[test]
-    fn vector_is_read_proved_and_written_alike() {
-        let manifest = NativeManifest::parse(VECTOR).unwrap();
-        let layout = manifest.layout().unwrap();
-        assert_eq!(layout.pieces().len(), 4);
-        assert_eq!(manifest.pack_layout().unwrap().bytes(), 12288);
-        let mut expected = VECTOR.to_vec();
-        if expected.last() != Some(&b'\n') {
-            expected.push(b'\n');
-        }
-        assert_eq!(String::from_utf8(manifest.to_bytes().unwrap()), String::from_utf8(expected));
-    }
-
-    #[test]
-    fn every_field_is_required_except_the_optional_ones() {
-        let optional = ["residual_layout", "residual_capture_backend"];
-        for field in value().as_object().unwrap().keys() {
-            let mut changed = value();
-            changed.as_object_mut().unwrap().remove(field);
-            let result = parse(&changed);
-            if optional.contains(&field.as_str()) {
-                result.unwrap();
-            } else {
-                assert!(result.unwrap_err().to_string().contains(field), "{field}");
-            }
-        }
-    }
-
-    #[test]
-    fn wrong_types_are_named() {
-        for (pointer, wrong, field) in [
-            ("/model_weight_extents/1/crc32", json!("27D94E23"), "model_weight_extents[1].crc32"),
-            ("/model_weight_extents/0/sha256", json!("sha256:00"), "model_weight_extents[0].sha256"),
-            ("/entries/0/ptr", json!(-1), "entries[0].ptr"),
-            ("/entries/0/size", json!(1.5), "entries[0].size"),
-            ("/kind", json!("sglang-worker"), "kind"),
-            ("/format", json!(2), "format"),
-            ("/residual_layout", json!("shared-padded-v2"), "residual_layout"),
-            ("/residual_layout", Value::Null, "residual_layout"),
-            ("/verify_mode", json!("none"), "verify_mode"),
-            ("/weight_source", json!("safetensors"), "weight_source"),
-            ("/checksum", json!("md5"), "checksum"),
-        ] {
-            let mut changed = value();
-            *changed.pointer_mut(pointer).unwrap() = wrong;
-            assert_eq!(parse(&changed).unwrap_err().field, field);
-        }
-        let mut trailing = VECTOR.to_vec();
-        trailing.extend_from_slice(b"{}");
-        assert!(NativeManifest::parse(&trailing).unwrap_err().problem.contains("data after"));
-    }
-
-    #[test]
-    fn fields_of_others_are_tolerated_and_execution_state_is_kept() {
-        let mut changed = value();
-        changed["added_by_another"] = json!([1]);
-        changed["model_execution_state"] = json!({"b": 1, "a": [null]});
-        let manifest = parse(&changed).unwrap();
-        let written: Value = serde_json::from_slice(&manifest.to_bytes().unwrap()).unwrap();
-        assert_eq!(written["model_execution_state"], json!({"b": 1, "a": [null]}));
-    }
-
-    #[test]
-    fn broken_rules_have_their_kind() {
-        for (pointer, wrong, kind) in [
-            ("/model_weight_extents/1/size", json!(4096), "Gap"),
-            ("/model_weight_extents/1/size", json!(4098), "Overlap"),
-            ("/residual_extents/1/size", json!(8065), "OutsideAllocation"),
-            ("/residual_extents/1/allocation_ptr", json!(4096), "OutsideAllocation"),
-            ("/entries/0/size", json!(20480), "Gap"),
-            ("/model_weight_bytes", json!(4224), "SizeChanged"),
-            ("/residual_bytes", json!(12160), "SizeChanged"),
-            ("/allocation_bytes", json!(16385), "SizeChanged"),
-            ("/model_blob_bytes", json!(8192), "SizeChanged"),
-            ("/residual_blob_bytes", json!(8192), "SizeChanged"),
-            ("/residual_blob_stat/bytes", json!(8192), "SizeChanged"),
-            ("/model_weight_extents/1/offset", json!(8192), "Malformed"),
-            ("/residual_extents/1/offset", json!(4097), "Malformed"),
-            ("/entries/0/tag", json!("kv_cache"), "Malformed"),
-        ] {
-            let error = refused(|v| *v.pointer_mut(pointer).unwrap() = wrong);
-            assert_eq!(error.kind(), kind, "{pointer}: {error}");
-        }
-        let error = refused(|v| v["model_weight_extents"].as_array_mut().unwrap().swap(0, 1));
-        assert_eq!(error.kind(), "Malformed");
-        let contiguous = refused(|v| {
-            v.as_object_mut().unwrap().remove("residual_layout");
-        });
-        assert!(contiguous.to_string().contains("residual_extents[1].offset"), "{contiguous}");
-    }
-
-    #[test]
-    fn host_kind_needs_placement_and_page_size() {
-        let host = |change: &dyn Fn(&mut Value)| {
-            let mut v = value();
-            v["kind"] = json!("coldsnap-host-process");
-            v["page_size"] = json!(4096);
-            for list in ["model_weight_extents", "residual_extents"] {
-                for extent in v[list].as_array_mut().unwrap() {
-                    extent["placement"] = json!("copied");
-                }
-            }
-            change(&mut v);
-            parse(&v).unwrap().layout()
-        };
-        host(&|_| ()).unwrap();
-        host(&|v| v["model_weight_extents"][0]["placement"] = json!("mapped")).unwrap();
-        // Its address is 0x...1ff1, its offset 0.
-        let error = host(&|v| v["residual_extents"][0]["placement"] = json!("mapped")).unwrap_err();
-        assert!(error.to_string().contains("residual_extents[0].placement"), "{error}");
-        assert!(host(&|v| v["page_size"] = json!(5000)).is_err());
-        assert!(host(&|v| v["page_size"] = Value::Null).is_err());
-        let error = host(&|v| {
-            v["residual_extents"][1].as_object_mut().unwrap().remove("placement");
-        });
-        assert!(error.unwrap_err().to_string().contains("residual_extents[1].placement"));
-        let error = host(&|v| {
-            v["model_weight_extents"][1]["semantic_id"] = v["model_weight_extents"][0]["semantic_id"].clone();
-        });
-        assert!(error.unwrap_err().to_string().contains("model_weight_extents[1].semantic_id"));
-    }
-
-    #[test]
-    fn a_worker_without_model_bytes_is_legal_only_in_the_host_kind() {
-        let without = |kind: &str| {
-            let mut v = value();
-            v["kind"] = json!(kind);
-            v["page_size"] = json!(4096);
-            v["model_weight_extents"] = json!([]);
-            let base = v["entries"][0]["ptr"].clone();
-            v["residual_extents"] = json!([{"ptr": base, "size": 16384, "allocation_ptr": base, "offset": 0,
-                "crc32": "00000000", "placement": "copied"}]);
-            v["residual_layout"] = json!("shared-padded-v1");
-            for (field, number) in [
-                ("model_weight_bytes", 0),
-                ("model_blob_bytes", 0),
-                ("blob_bytes", 0),
-                ("residual_bytes", 16384),
-                ("residual_blob_bytes", 16384),
-            ] {
-                v[field] = json!(number);
-            }
-            v["residual_blob_stat"]["bytes"] = json!(16384);
-            for stat in ["blob_stat", "model_blob_stat"] {
-                v[stat] = json!({"device": 0, "inode": 0, "bytes": 0, "mtime_ns": 0, "ctime_ns": 0});
-            }
-            parse(&v).unwrap().layout()
-        };
-        without("coldsnap-host-process").unwrap();
-        assert_eq!(without("vllm-live-process-cumem").unwrap_err().kind(), "Malformed");
-    }
-}
+mod tests;

@@ -10,7 +10,6 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::artifact::{Artifact, DriverId, DriverRef};
 use super::descriptor::{self, DescriptorError, Object, Rules};
@@ -128,8 +127,10 @@ pub struct Mismatch {
 /// # Errors
 /// When the bytes are not one JSON value.
 pub fn portable_digest(artifact: &[u8]) -> Result<Digest, FormatError> {
-    let value: Value = document::parse(super::artifact::DOCUMENT, artifact)?;
-    Ok(super::canonical_json::digest(&value))
+    match super::canonical_json::of_text(artifact) {
+        Ok(text) => Ok(Digest::of(text.as_bytes())),
+        Err(e) => Err(FormatError::new(super::artifact::DOCUMENT, ".", e)),
+    }
 }
 
 impl Overlay {

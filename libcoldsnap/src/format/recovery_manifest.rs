@@ -11,14 +11,13 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use super::descriptor::is_clean_relative;
 use super::document::{self, DocumentError, FormatError};
 use super::hex_fields::plain_hex;
-use super::native_manifest::{
-    self, BlobStat, Checksum, Entry, FORMAT, ManifestKind, NativeManifest, ResidualExtent,
-};
+use super::json::Json;
+use super::manifest::{self, BlobStat, Checksum, Entry, FORMAT, ManifestKind, ResidualExtent};
+use super::native_manifest::NativeManifest;
 use super::residual::ResidualLayout;
 use crate::digest::Digest;
 use crate::extent::{CoveredLayout, LayoutError};
@@ -116,7 +115,7 @@ pub struct RecoveryManifest {
     pub residual_bytes: u64,
     pub model_weight_extents: Vec<RecoveryExtent>,
     #[serde(default)]
-    pub model_execution_state: Option<Value>,
+    pub model_execution_state: Option<Json>,
     pub residual_extents: Vec<ResidualExtent>,
     pub checksum: Checksum,
     pub entries: Vec<Entry>,
@@ -132,12 +131,7 @@ impl RecoveryManifest {
     /// # Errors
     /// Names the field that is missing, of the wrong type or malformed, or the trailing data.
     pub fn parse(bytes: &[u8]) -> Result<Self, FormatError> {
-        let manifest: Self = document::parse(DOCUMENT, bytes)?;
-        if manifest.format != FORMAT {
-            let problem = format!("{} is not supported, expected {FORMAT}", manifest.format);
-            return Err(FormatError::new(DOCUMENT, "format", problem));
-        }
-        Ok(manifest)
+        manifest::parse(DOCUMENT, bytes, |manifest: &Self| manifest.format)
     }
 
     /// Reads and parses a file.
@@ -218,15 +212,15 @@ impl RecoveryManifest {
     /// Checks every rule of the manifest and returns the proof of coverage.
     ///
     /// # Errors
-    /// The first violation: coverage, sums, residual layout, then model source and recovery sources.
+    /// The first violation: coverage, sums, residual layout, then model source, rules of the kind, recovery sources.
     pub fn layout(&self) -> Result<CoveredLayout, LayoutError> {
         let model = self.model_weight_extents.iter().map(|e| (e.ptr, e.size, e.allocation_ptr));
-        let layout = native_manifest::prove_coverage(&self.entries, model, &self.residual_extents)?;
+        let layout = manifest::prove_coverage(&self.entries, model, &self.residual_extents)?;
         let model_bytes = self.model_weight_extents.iter().map(|e| e.size).sum();
         LayoutError::same_size("model_weight_bytes", model_bytes, self.model_weight_bytes)?;
         let residual = &self.residual_extents;
-        native_manifest::check_sums(&self.entries, self.allocation_bytes, residual, self.residual_bytes)?;
-        native_manifest::check_residual(residual, self.residual_layout, self.residual_blob_bytes)?;
+        manifest::check_sums(&self.entries, self.allocation_bytes, residual, self.residual_bytes)?;
+        manifest::check_residual(residual, self.residual_layout, self.residual_blob_bytes)?;
         LayoutError::same_size(
             "residual_blob_stat.bytes",
             self.residual_blob_bytes,
@@ -236,8 +230,10 @@ impl RecoveryManifest {
         if needs_source && self.model_source.is_none() {
             return Err(LayoutError::malformed("model_source", "missing field"));
         }
+        let residual = manifest::residual_placements(residual);
+        manifest::check_placements(self.kind, self.page_size, residual)?;
         if self.kind == ManifestKind::HostProcess {
-            native_manifest::unique_ids(self.model_weight_extents.iter().map(|e| e.semantic_id))?;
+            manifest::unique_ids(self.model_weight_extents.iter().map(|e| e.semantic_id))?;
         }
         self.check_sources()?;
         Ok(layout)
@@ -255,6 +251,15 @@ impl RecoveryManifest {
         ] {
             if expected != found {
                 return Err(changed(what, expected, found));
+            }
+        }
+        for (what, expected, found) in [
+            ("kind", show(&native.kind), show(&self.kind)),
+            ("residual_layout", show(&native.residual_layout), show(&self.residual_layout)),
+            ("page_size", show(&native.page_size), show(&self.page_size)),
+        ] {
+            if expected != found {
+                return Err(changed(what, &expected, &found));
             }
         }
         let sizes = [
@@ -340,8 +345,12 @@ impl RecoveryManifest {
     }
 }
 
+fn show(value: &impl std::fmt::Debug) -> String {
+    format!("{value:?}")
+}
+
 fn first_difference<T: PartialEq + std::fmt::Debug>(expected: &[T], found: &[T]) -> Option<(String, String)> {
-    let show = |item: Option<&T>| item.map_or_else(|| "nothing".to_owned(), |item| format!("{item:?}"));
+    let show = |item: Option<&T>| item.map_or_else(|| "nothing".to_owned(), show);
     (0..expected.len().max(found.len()))
         .map(|n| (expected.get(n), found.get(n)))
         .find(|(e, f)| e != f)
@@ -355,7 +364,7 @@ fn changed(what: &str, expected: &str, found: &str) -> LayoutError {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     use super::*;
 

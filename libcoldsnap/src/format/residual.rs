@@ -20,6 +20,14 @@ pub enum ResidualLayout {
 pub const SHARED_PADDED: &str = "shared-padded-v1";
 
 impl ResidualLayout {
+    /// Its name for people; in a manifest the contiguous layout is the absence of the field.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Contiguous => "contiguous",
+            Self::SharedPadded => SHARED_PADDED,
+        }
+    }
+
     pub(crate) const fn is_contiguous(&self) -> bool {
         matches!(self, Self::Contiguous)
     }

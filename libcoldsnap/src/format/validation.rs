@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use serde::{Deserialize, Serialize};
 
 use super::document::{self, FormatError};
-use super::native_manifest::nanoseconds;
+use super::manifest::nanoseconds;
 use crate::digest::Digest;
 
 /// How errors name the document.

@@ -8,6 +8,7 @@ use std::path::Path;
 use super::root;
 use crate::capsule;
 use crate::capture::facts::WorkerFacts;
+use crate::criu::areas;
 use crate::criu::image::{self, ImageError, Magic};
 use crate::criu::proto::{FileEntry, MmEntry};
 use crate::criu::vma_status::FILE_PRIVATE;
@@ -65,16 +66,35 @@ pub fn check(
     // A worker without a payload must not list model bytes.
     same_size(capsule::PACK_NAME, manifest.model_blob_bytes, payload.map_or(0, AdmittedPayload::bytes))?;
 
-    let files: Vec<FileEntry> =
-        entries(&read(&format!("{}/files.img", capsule::IMAGES_DIR))?, "files.img", Magic::Files)?;
+    let files = read(&format!("{}/files.img", capsule::IMAGES_DIR))?;
     let mm_name = format!("mm-{}.img", worker.pid);
-    let mm: Vec<MmEntry> =
-        entries(&read(&format!("{}/{mm_name}", capsule::IMAGES_DIR))?, &mm_name, Magic::Mm)?;
+    let mm = read(&format!("{}/{mm_name}", capsule::IMAGES_DIR))?;
+    compare_images(&manifest, &dir, &files, (&mm_name, &mm))?;
+    Ok(layout)
+}
+
+/// Compares the images with the manifest, whose own rules hold. `dir` is the worker's directory in the container, without
+/// a leading slash; `files` is `files.img`, `mm` name and content of the process's memory image.
+///
+/// # Errors
+/// A malformed image, or the first mapping that is no extent.
+pub fn compare_images(
+    manifest: &NativeManifest,
+    dir: &str,
+    files: &[u8],
+    (mm_name, mm): (&str, &[u8]),
+) -> Result<(), LayoutMismatch> {
+    let files: Vec<FileEntry> = entries(files, "files.img", Magic::Files)?;
+    let mm: Vec<MmEntry> = entries(mm, mm_name, Magic::Mm)?;
+    let [mm] = mm.as_slice() else {
+        let reason = format!("{} entries, expected 1", mm.len());
+        return Err(ImageError::Malformed { name: mm_name.to_owned(), reason }.into());
+    };
+    areas::check(mm_name, mm)?;
     let model = manifest.model_weight_extents.iter().map(|e| (e.ptr, e.size, e.offset));
     let residual = manifest.residual_extents.iter().map(|e| (e.ptr, e.size, e.offset));
-    check_file(&mm, &files, &dir, capsule::PACK_NAME, model)?;
-    check_file(&mm, &files, &dir, capsule::RESIDUAL_NAME, residual)?;
-    Ok(layout)
+    check_file(mm, &files, dir, capsule::PACK_NAME, model)?;
+    check_file(mm, &files, dir, capsule::RESIDUAL_NAME, residual)
 }
 
 fn same_size(file: &'static str, expected: u64, found: u64) -> Result<(), LayoutMismatch> {
@@ -87,7 +107,7 @@ fn entries<M: protobuf::Message>(bytes: &[u8], name: &str, magic: Magic) -> Resu
 
 /// The private mappings of one file must be exactly the listed extents.
 fn check_file(
-    mm: &[MmEntry],
+    mm: &MmEntry,
     files: &[FileEntry],
     dir: &str,
     file: &'static str,
@@ -100,7 +120,7 @@ fn check_file(
         .collect();
     listed.sort_unstable_by_key(|l| l.start);
     let mut mapped = 0;
-    let areas = mm.iter().flat_map(|m| &m.vmas).filter(|v| ids.contains(&v.shmid()));
+    let areas = mm.vmas.iter().filter(|v| ids.contains(&v.shmid()));
     for vma in areas.filter(|v| v.status() & FILE_PRIVATE != 0) {
         // An area may span extents that lie side by side in memory and in the file.
         let mut at = vma.start();

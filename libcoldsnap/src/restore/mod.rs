@@ -4,6 +4,7 @@
 //! from the container's spec is compared first, and everything that differs is said at once.
 
 mod layout;
+mod objects;
 mod read_ahead;
 mod root;
 
@@ -21,8 +22,9 @@ use crate::digest::Digest;
 use crate::format::artifact::{Artifact, PayloadRequirement};
 use crate::store::{AdmitError, AdmittedPayload, NodeStore};
 
-pub use layout::LayoutMismatch;
+pub use layout::{LayoutMismatch, compare_images};
 pub use read_ahead::ReadAhead;
+pub use root::open_file as open_below;
 
 /// What the annotation `coldsnap.io/restore` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -122,6 +124,8 @@ pub enum Refusal {
     PageSize { captured: u64, here: u64 },
     #[error("CRIU image {name} is {problem}: the capsule is damaged, pull or capture it again")]
     Image { name: String, problem: String },
+    #[error("the capsule's {path} is not the one that its descriptor pins: {problem}")]
+    Object { path: String, problem: String },
     #[error("the container has no mount at {0}, which the captured process had: add the bind mount")]
     MissingMount(String),
     #[error("the captured process {}, the container's process {}: run the container {} a terminal", with(.captured), with(.requested), if *.captured { "with" } else { "without" })]
@@ -243,6 +247,7 @@ pub fn decide(live: &LiveContainer<'_>, mode: RestoreMode) -> Result<Decision, R
     }
     compare_host(&facts, &mut refusals);
     compare_mounts(&facts, live.spec, &mut refusals);
+    objects::check(live.rootfs, &artifact, &mut refusals);
     let images_dir = check_images(live, &facts, &mut refusals);
     let payloads = admit_payloads(live, &artifact.payloads(), &mut refusals);
     for worker in &facts.workers {
@@ -328,10 +333,11 @@ fn admit_payloads(
     required: &[PayloadRequirement],
     refusals: &mut Vec<Refusal>,
 ) -> Vec<(String, AdmittedPayload)> {
+    let wanted: Vec<_> = required.iter().map(|payload| (payload.digest, Some(payload.bytes))).collect();
     let mut admitted = Vec::new();
-    for payload in required {
-        let PayloadRequirement { worker, digest, bytes } = payload;
-        let source = match live.store.admit(digest, Some(*bytes), &mut |_| {}) {
+    for (payload, admission) in required.iter().zip(live.store.admit_all(&wanted, &mut |_| {})) {
+        let PayloadRequirement { worker, digest, .. } = payload;
+        let source = match admission {
             Ok(payload) => payload,
             Err(AdmitError::NotFound { .. }) => {
                 refusals.push(Refusal::MissingPayload { worker: worker.clone(), digest: *digest });

@@ -12,7 +12,10 @@ use super::Refusal;
 /// Descriptors, manifests and images of entries; anything larger is not one of ours.
 const MAX_DOCUMENT: u64 = crate::format::MAX_DOCUMENT_BYTES;
 
-/// Opens a regular file below `rootfs`.
+/// Opens a regular file below `rootfs`, following no symbolic link.
+///
+/// # Errors
+/// What the system answers, and `InvalidData` for anything but a regular file.
 pub fn open_file(rootfs: &Path, path: &str) -> io::Result<File> {
     let root = open(rootfs, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;

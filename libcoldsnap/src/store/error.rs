@@ -129,6 +129,60 @@ pub enum StoreError {
         /// What is wrong with it.
         source: FormatError,
     },
+    /// A pin file that cannot be understood keeps its payload pinned.
+    #[error("cannot use the pin file {}: {source}; remove it, and pin the payload again if it must stay", path.display())]
+    BadPin {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: FormatError,
+    },
+    /// A file that cannot be a pack.
+    #[error("cannot import {}: {found}, but a pack is a regular file of a multiple of 4096 bytes", path.display())]
+    NotAPack {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        found: String,
+    },
+    /// A file with other bytes than expected.
+    #[error("cannot import {}: it contains {found}, expected {expected}; nothing was taken into the store", path.display())]
+    WrongContent {
+        /// The file.
+        path: PathBuf,
+        /// Digest that was given, or that the file's name says.
+        expected: Digest,
+        /// Digest of the content.
+        found: Digest,
+    },
+    /// Something else is where a payload should be exported to.
+    #[error("cannot export to {}: {what}; remove it or choose another name", path.display())]
+    DestinationExists {
+        /// What is in the way.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Somebody needs the payload.
+    #[error(
+        "cannot remove {digest}: it is leased by {}; remove what uses it, or give the leases of an owner that is gone back \
+         with coldsnap payload release OWNER",
+        owners.join(", ")
+    )]
+    Leased {
+        /// The payload.
+        digest: Digest,
+        /// Who has a lease; the file's path where its content says nothing.
+        owners: Vec<String>,
+    },
+    /// The payload is to stay.
+    #[error("cannot remove {digest}: it is pinned{}; unpin it first", reason.as_ref().map(|r| format!(" ({r})")).unwrap_or_default())]
+    Pinned {
+        /// The payload.
+        digest: Digest,
+        /// Why, if somebody said.
+        reason: Option<String>,
+    },
     /// The file system refused.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
@@ -149,7 +203,12 @@ impl StoreError {
             Self::Layout(error) => error.kind(),
             Self::InsufficientSpace { .. } => "InsufficientSpace",
             Self::PayloadGone { .. } => "PayloadMissing",
-            Self::NoOwner { .. } | Self::BadLease { .. } => "Malformed",
+            Self::NoOwner { .. } | Self::BadLease { .. } | Self::BadPin { .. } => "Malformed",
+            Self::NotAPack { .. } => "NotAPack",
+            Self::WrongContent { .. } => "DigestMismatch",
+            Self::DestinationExists { .. } => "DestinationExists",
+            Self::Leased { .. } => "Leased",
+            Self::Pinned { .. } => "Pinned",
             Self::Io { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "InsufficientSpace",
                 _ => "Io",

@@ -5,7 +5,7 @@
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +28,20 @@ pub struct Lease {
     pub owner: String,
     /// Since when, nanoseconds since the epoch.
     pub created_unix_ns: u64,
+}
+
+impl Lease {
+    /// Parses the lease in a file that is named after `digest`.
+    ///
+    /// # Errors
+    /// Names the field that is missing, unknown or wrong, or the trailing data.
+    pub fn parse(bytes: &[u8], digest: &Digest) -> Result<Self, FormatError> {
+        let lease: Self = document::parse(DOCUMENT, bytes)?;
+        if lease.digest != *digest {
+            return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
+        }
+        Ok(lease)
+    }
 }
 
 impl NodeStore {
@@ -55,14 +69,15 @@ impl NodeStore {
         if !here {
             return Err(StoreError::PayloadGone { digest });
         }
-        let path = directory.join(format!("{}.{}{SUFFIX}", digest.hex(), owner_hash(owner)));
-        if path.exists() {
-            return Ok(());
+        let path = directory.join(file_name(&digest, owner));
+        if !path.exists() {
+            let lease = Lease { digest, owner: owner.to_owned(), created_unix_ns: verify::now_ns() };
+            let bytes = document::to_bytes(DOCUMENT, &lease)
+                .map_err(|source| StoreError::BadLease { path: path.clone(), source })?;
+            durable::write_file(&path, &bytes, 0o600).map_err(StoreError::io("write the lease", &path))?;
         }
-        let lease = Lease { digest, owner: owner.to_owned(), created_unix_ns: verify::now_ns() };
-        let bytes = document::to_bytes(DOCUMENT, &lease)
-            .map_err(|source| StoreError::BadLease { path: path.clone(), source })?;
-        durable::write_file(&path, &bytes, 0o600).map_err(StoreError::io("write the lease", &path))
+        self.mark_leased(&digest);
+        Ok(())
     }
 
     /// Removes all leases of `owner` and says how many there were.
@@ -72,10 +87,12 @@ impl NodeStore {
     pub fn release(&self, owner: &str) -> Result<usize, StoreError> {
         let suffix = format!(".{}{SUFFIX}", owner_hash(owner));
         let mut removed = 0;
-        for (_, path) in self.lease_files()? {
+        for (digest, path) in self.lease_files()? {
             if !path.to_string_lossy().ends_with(&suffix) {
                 continue;
             }
+            // Before the lease goes: from then on the payload may be evicted.
+            self.mark_released(&digest);
             match fs::remove_file(&path) {
                 Ok(()) => removed += 1,
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -96,14 +113,7 @@ impl NodeStore {
     pub fn leases(&self) -> Result<Vec<Lease>, StoreError> {
         let mut leases = Vec::new();
         for (digest, path) in self.lease_files()? {
-            let bytes = match fs::read(&path) {
-                Ok(bytes) => bytes,
-                // Released meanwhile.
-                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                Err(e) => return Err(StoreError::io("read the lease", &path)(e)),
-            };
-            let lease = parse(&bytes, &digest).map_err(|source| StoreError::BadLease { path, source })?;
-            leases.push(lease);
+            leases.extend(read(&path, &digest)?);
         }
         leases.sort_by(|a, b| (a.digest, &a.owner).cmp(&(b.digest, &b.owner)));
         Ok(leases)
@@ -124,12 +134,21 @@ impl NodeStore {
     }
 }
 
-fn parse(bytes: &[u8], digest: &Digest) -> Result<Lease, FormatError> {
-    let lease: Lease = document::parse(DOCUMENT, bytes)?;
-    if lease.digest != *digest {
-        return Err(FormatError::new(DOCUMENT, "digest", "it is not the digest in the file's name"));
+/// The lease in a file; None when it was given back meanwhile.
+pub(super) fn read(path: &Path, digest: &Digest) -> Result<Option<Lease>, StoreError> {
+    match fs::read(path) {
+        Ok(bytes) => {
+            let bad = |source| StoreError::BadLease { path: path.to_owned(), source };
+            Lease::parse(&bytes, digest).map(Some).map_err(bad)
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(StoreError::io("read the lease", path)(e)),
     }
-    Ok(lease)
+}
+
+/// `<64hex>.<owner hash>.lease.json`
+pub(super) fn file_name(digest: &Digest, owner: &str) -> String {
+    format!("{}.{}{SUFFIX}", digest.hex(), owner_hash(owner))
 }
 
 /// An owner may hold any character; its name in a file name is a hash.

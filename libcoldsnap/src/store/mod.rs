@@ -7,21 +7,33 @@
 //! <root>/model-payloads/sha256/.<64hex>.pack.<pid>-<tid>.materializing  a payload that is being brought
 //! <root>/model-payloads/sha256/.unnamed.pack.<pid>-<tid>.materializing  a pack whose digest is not known yet
 //! <root>/leases/<64hex>.<owner hash>.lease.json                         0600
+//! <root>/pins/<64hex>.pin.json                                          0600
+//! <root>/usage/<64hex>.last-used                                        0600, empty
 //! ```
 //!
 //! All exclusion is by flock, so that shim, snapshotter and CLI agree without talking to each other, and a killed
 //! process leaves no lock behind. A path here is always derived from a digest. Every temporary name that belongs
 //! to a digest is written and removed under that digest's lock; an unnamed staging file is locked itself.
 
+mod admit_all;
 mod error;
+mod evict;
+mod export;
+mod fsck;
+mod import;
 mod lease;
 mod lock;
 mod pack_writer;
+mod pin;
 mod publish;
+mod remove;
 mod stage;
 mod sweep;
+mod usage;
 mod verify;
+mod watermark;
 
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -29,13 +41,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::digest::Digest;
-use crate::format::validation::{self, FileIdentity};
+use crate::format::validation::{self, FileIdentity, ValidationRecord};
 
+pub use admit_all::Admission;
 pub use error::{AdmitError, StoreError};
+pub use evict::{Evicted, Eviction, EvictionFailure};
+pub use export::Exported;
+pub use fsck::{Finding, FsckOptions, FsckReport, Severity};
+pub use import::{Arrival, Imported};
 pub use lease::Lease;
+pub use pin::Pin;
 pub use publish::PublishedPack;
 pub use stage::{StagedPayload, Staging};
 pub use verify::{AdmittedPayload, Evidence, RecordKept};
+pub use watermark::{Usage, Watermark, WatermarkError, Watermarks};
 
 /// Free bytes that a write must leave by default.
 pub const DEFAULT_RESERVE: u64 = 1 << 30;
@@ -45,6 +64,7 @@ pub const DEFAULT_RESERVE: u64 = 1 << 30;
 pub struct NodeStore {
     root: PathBuf,
     reserve: u64,
+    watermarks: Option<Watermarks>,
 }
 
 /// What [`NodeStore::list`] finds.
@@ -60,6 +80,11 @@ pub struct PayloadInfo {
     pub state: PayloadState,
     /// Number of leases.
     pub leases: usize,
+    /// Whether it is pinned.
+    pub pinned: bool,
+    /// When it was last leased, or a lease given back; of a payload that never was, when it was verified or written.
+    /// Nanoseconds since the epoch.
+    pub last_used_unix_ns: u64,
 }
 
 /// Whether a payload can be admitted without hashing.
@@ -90,13 +115,20 @@ impl NodeStore {
 
     /// The store at `root` as it is; creates nothing.
     pub fn at(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), reserve: DEFAULT_RESERVE }
+        Self { root: root.into(), reserve: DEFAULT_RESERVE, watermarks: None }
     }
 
     /// The same store with another number of free bytes that a write must leave.
     #[must_use]
     pub fn with_reserve(self, reserve: u64) -> Self {
         Self { reserve, ..self }
+    }
+
+    /// The same store with watermarks: whoever writes a payload makes room for it. Without them nothing is removed
+    /// that nobody asked to remove.
+    #[must_use]
+    pub fn with_watermarks(self, watermarks: Option<Watermarks>) -> Self {
+        Self { watermarks, ..self }
     }
 
     /// The store's directory.
@@ -126,10 +158,11 @@ impl NodeStore {
     /// # Errors
     /// When a directory of the store cannot be read.
     pub fn list(&self) -> Result<Vec<PayloadInfo>, StoreError> {
-        let mut leases = std::collections::HashMap::<Digest, usize>::new();
+        let mut leases = HashMap::<Digest, usize>::new();
         for (digest, _) in self.lease_files()? {
             *leases.entry(digest).or_default() += 1;
         }
+        let pinned: HashSet<Digest> = self.pin_files()?.into_iter().map(|(digest, _)| digest).collect();
         let mut found = Vec::new();
         for name in self.names_in(&self.payload_directory())? {
             let hex = name.to_str().and_then(|name| name.strip_suffix(".pack"));
@@ -137,29 +170,19 @@ impl NodeStore {
             let path = self.payload_path(&digest);
             // It may be evicted meanwhile.
             let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
+            let record = verify::read_record(&record_path(&path));
             found.push(PayloadInfo {
                 digest,
                 bytes: metadata.size(),
-                state: self.payload_state(&digest, &path, &metadata),
                 leases: leases.get(&digest).copied().unwrap_or(0),
+                pinned: pinned.contains(&digest),
+                last_used_unix_ns: self.last_leased(&digest).unwrap_or_else(|| arrived(&metadata, &record)),
+                state: payload_state(&digest, &metadata, record),
                 path,
             });
         }
         found.sort_by_key(|info| info.digest);
         Ok(found)
-    }
-
-    fn payload_state(&self, digest: &Digest, path: &Path, metadata: &fs::Metadata) -> PayloadState {
-        if !metadata.is_file() {
-            return PayloadState::Unusable("not a regular file".to_owned());
-        }
-        match verify::read_record(&record_path(path)) {
-            Ok(record) => match record.matches(&blob_name(digest), *digest, &FileIdentity::of(metadata)) {
-                Ok(()) => PayloadState::Verified,
-                Err(field) => PayloadState::Unverified(format!("the record's {field} differs")),
-            },
-            Err(problem) => PayloadState::Unverified(problem),
-        }
     }
 
     fn payload_directory(&self) -> PathBuf {
@@ -192,4 +215,29 @@ fn record_path(payload: &Path) -> PathBuf {
     let mut path = payload.as_os_str().to_owned();
     path.push(validation::SUFFIX);
     path.into()
+}
+
+fn payload_state(
+    digest: &Digest,
+    metadata: &fs::Metadata,
+    record: Result<ValidationRecord, String>,
+) -> PayloadState {
+    if !metadata.is_file() {
+        return PayloadState::Unusable("not a regular file".to_owned());
+    }
+    match record {
+        Ok(record) => match record.matches(&blob_name(digest), *digest, &FileIdentity::of(metadata)) {
+            Ok(()) => PayloadState::Verified,
+            Err(field) => PayloadState::Unverified(format!("the record's {field} differs")),
+        },
+        Err(problem) => PayloadState::Unverified(problem),
+    }
+}
+
+/// When a payload came: the time of its verification, or of its last change.
+fn arrived(metadata: &fs::Metadata, record: &Result<ValidationRecord, String>) -> u64 {
+    match record {
+        Ok(record) => record.validated_unix_ns,
+        Err(_) => u64::try_from(FileIdentity::of(metadata).content.mtime_ns).unwrap_or(0),
+    }
 }

@@ -2,15 +2,14 @@
 //! another writes them past the page cache.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
-use sha2::{Digest as _, Sha256};
 
-use crate::digest::Digest;
+use crate::digest::{Digest, Sha256};
 use crate::format::pack;
 
 /// One write; long enough for the device, four of them small enough for every node.
@@ -45,14 +44,14 @@ pub(super) fn hash_stream<'a>(
     stream: impl Iterator<Item = &'a [u8]>,
     progress: &mut dyn FnMut(u64),
 ) -> Digest {
-    let mut sha256 = Sha256::new();
+    let mut sha256 = Sha256::default();
     for chunk in stream {
         for piece in chunk.chunks(PIECE_BYTES) {
             sha256.update(piece);
             progress(piece.len() as u64);
         }
     }
-    Digest::from_bytes(sha256.finalize().into())
+    sha256.finish()
 }
 
 /// Writes a stream, whose length is a multiple of 4096, from offset 0, and returns its digest.
@@ -77,6 +76,55 @@ pub(super) fn write_stream<'a>(
     })
 }
 
+/// Copies `bytes` bytes, a multiple of 4096, from a file's current offset to offset 0 of another, and returns their
+/// digest. `progress` is called with the number of bytes hashed since the last call.
+pub(super) fn copy(
+    mut source: &File,
+    file: &File,
+    bytes: u64,
+    progress: &mut dyn FnMut(u64),
+) -> io::Result<Digest> {
+    let mut buffer = AlignedBuffer::new();
+    let mut chunk = vec![0; PIECE_BYTES];
+    let mut sha256 = Sha256::default();
+    let (mut read, mut written) = (0, 0);
+    while read < bytes {
+        let wanted = usize::try_from(bytes - read).unwrap_or(PIECE_BYTES).min(PIECE_BYTES);
+        match source.read(&mut chunk[..wanted]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => {
+                let mut rest = &chunk[..n];
+                sha256.update(rest);
+                read += n as u64;
+                progress(n as u64);
+                while !rest.is_empty() {
+                    rest = &rest[buffer.append(rest)..];
+                    if buffer.is_full() || read == bytes && rest.is_empty() {
+                        write_at(file, buffer.filled(), written)?;
+                        written += buffer.filled().len() as u64;
+                        buffer.clear();
+                    }
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(sha256.finish())
+}
+
+/// Writes past the page cache, or through it where the file system has other rules of alignment.
+fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+    match file.write_all_at(bytes, offset) {
+        // Accepted when it was set, refused when it is used.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
+            set_direct(file, false)?;
+            file.write_all_at(bytes, offset)
+        }
+        result => result,
+    }
+}
+
 /// Ends early when the writer is gone; its result says why.
 fn fill_buffers<'a>(
     stream: impl Iterator<Item = &'a [u8]>,
@@ -84,7 +132,7 @@ fn fill_buffers<'a>(
     full: &SyncSender<AlignedBuffer>,
     progress: &mut dyn FnMut(u64),
 ) -> Digest {
-    let mut sha256 = Sha256::new();
+    let mut sha256 = Sha256::default();
     let mut current: Option<AlignedBuffer> = None;
     'stream: for mut chunk in stream {
         while !chunk.is_empty() {
@@ -110,7 +158,7 @@ fn fill_buffers<'a>(
         // If the writer is gone its result says why.
         let _ = full.send(buffer);
     }
-    Digest::from_bytes(sha256.finalize().into())
+    sha256.finish()
 }
 
 fn write_buffers(
@@ -120,14 +168,7 @@ fn write_buffers(
 ) -> io::Result<()> {
     let mut offset = 0;
     for mut buffer in to_write {
-        match file.write_all_at(buffer.filled(), offset) {
-            // Accepted when it was set, refused when it is used: a file system with other rules of alignment.
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
-                set_direct(file, false)?;
-                file.write_all_at(buffer.filled(), offset)?;
-            }
-            result => result?,
-        }
+        write_at(file, buffer.filled(), offset)?;
         offset += buffer.filled().len() as u64;
         buffer.clear();
         // The other side may have ended.
@@ -183,8 +224,6 @@ const _: () = assert!(ALIGNMENT as u64 == pack::ALIGNMENT && BUFFER_BYTES.is_mul
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
-
     use super::*;
 
     #[test]

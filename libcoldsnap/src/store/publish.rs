@@ -17,7 +17,7 @@ use rustix::fs::FlockOperation;
 use super::lock::{DigestLock, flock};
 use super::sweep::{STAGING, UNNAMED};
 use super::{AdmitError, AdmittedPayload, NodeStore, StoreError, pack_writer};
-use crate::digest::Digest;
+use crate::digest::{Digest, lanes};
 use crate::format::pack::{self, ExtentSum, ExtentSummer, PackLayout};
 
 /// Bytes that are summed twice (SHA-256, CRC-32) while they are in the second-level cache.
@@ -76,7 +76,7 @@ impl NodeStore {
     }
 
     /// Gives a written staging file its name, unless the payload is there already.
-    fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
+    pub(super) fn adopt(&self, staged: Staged) -> Result<(AdmittedPayload, bool), StoreError> {
         let Staged { digest: Some(digest), bytes, .. } = staged else {
             let source = io::Error::other("the staging file was not written");
             return Err(StoreError::io("adopt", &staged.path)(source));
@@ -101,7 +101,8 @@ pub(super) const fn is_replaceable(error: &AdmitError) -> bool {
 }
 
 /// A pack that is being written. Removed when dropped before its commit.
-struct Staged {
+#[derive(Debug)]
+pub(super) struct Staged {
     path: PathBuf,
     file: File,
     bytes: u64,
@@ -110,9 +111,9 @@ struct Staged {
 }
 
 impl Staged {
-    fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
+    pub(super) fn create(store: &NodeStore, bytes: u64) -> Result<Self, StoreError> {
         let directory = store.payload_directory();
-        require_space(store, &directory, bytes)?;
+        store.make_room(bytes)?;
         let tid = rustix::thread::gettid().as_raw_nonzero();
         let path = directory.join(format!("{UNNAMED}{}-{tid}{STAGING}", std::process::id()));
         let file = create_locked(&path).map_err(StoreError::io("create", &path))?;
@@ -140,6 +141,19 @@ impl Staged {
         Ok(())
     }
 
+    /// Writes what is in another file, and returns its digest.
+    pub(super) fn copy(
+        &mut self,
+        source: &File,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Digest, StoreError> {
+        let fail = |action| StoreError::io(action, &self.path);
+        let digest = pack_writer::copy(source, &self.file, self.bytes, progress).map_err(fail("copy to"))?;
+        rustix::fs::fdatasync(&self.file).map_err(|e| fail("sync")(e.into()))?;
+        self.digest = Some(digest);
+        Ok(digest)
+    }
+
     fn commit(
         mut self,
         store: &NodeStore,
@@ -164,7 +178,7 @@ impl Drop for Staged {
 }
 
 /// Creates a file and locks it, so that a sweep knows that its writer lives.
-fn create_locked(path: &Path) -> io::Result<File> {
+pub(super) fn create_locked(path: &Path) -> io::Result<File> {
     loop {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
         flock(&file, FlockOperation::LockExclusive)?;
@@ -175,18 +189,7 @@ fn create_locked(path: &Path) -> io::Result<File> {
     }
 }
 
-pub(super) fn require_space(store: &NodeStore, directory: &Path, needed: u64) -> Result<(), StoreError> {
-    let statvfs = rustix::fs::statvfs(directory)
-        .map_err(|e| StoreError::io("inspect the file system of", directory)(e.into()))?;
-    let available = statvfs.f_bavail.saturating_mul(statvfs.f_frsize);
-    let reserve = store.reserve;
-    if available >= needed.saturating_add(reserve) {
-        return Ok(());
-    }
-    Err(StoreError::InsufficientSpace { path: directory.to_owned(), needed, reserve, available })
-}
-
-/// Sums all extents on all cores, the largest first.
+/// Sums all extents on all cores, the largest first, two at a time on each core.
 fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<ExtentSum> {
     let mut order: Vec<usize> = (0..extents.len()).collect();
     order.sort_by_key(|&n| std::cmp::Reverse(extents[n].iter().map(|chunk| chunk.len()).sum::<usize>()));
@@ -198,22 +201,28 @@ fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<Ext
         for _ in 0..threads {
             let (sender, order, next) = (sender.clone(), &order, &next);
             scope.spawn(move || {
-                while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let mut summer = ExtentSummer::default();
-                    for piece in extents[n].iter().flat_map(|chunk| chunk.chunks(PIECE_BYTES)) {
-                        summer.update(piece);
-                        // The receiver outlives the threads.
-                        let _ = sender.send(Event::Bytes(piece.len() as u64));
-                    }
-                    let _ = sender.send(Event::Sum(n, summer.finish()));
-                }
+                // The receiver outlives the threads.
+                lanes::sum_all::<_, _, ExtentSummer>(
+                    || {
+                        let n = *order.get(next.fetch_add(1, Ordering::Relaxed))?;
+                        Some((n, Pieces::of(&extents[n])))
+                    },
+                    |n, sum| {
+                        let _ = sender.send(Event::Sum(n, sum));
+                    },
+                    |bytes| {
+                        let _ = sender.send(Event::Bytes(bytes));
+                    },
+                );
             });
         }
         drop(sender);
         for event in receiver {
             match event {
                 Event::Bytes(bytes) => progress(bytes),
-                Event::Sum(n, sum) => sums[n] = sum,
+                Event::Sum(n, Ok(sum)) => sums[n] = sum,
+                // Memory has no errors.
+                Event::Sum(_, Err(_)) => {}
             }
         }
     });
@@ -222,5 +231,41 @@ fn sum_extents(extents: &[Vec<&[u8]>], progress: &mut dyn FnMut(u64)) -> Vec<Ext
 
 enum Event {
     Bytes(u64),
-    Sum(usize, ExtentSum),
+    Sum(usize, io::Result<ExtentSum>),
+}
+
+/// The chunks of an extent as a stream of pieces.
+struct Pieces<'a> {
+    chunks: std::slice::Iter<'a, &'a [u8]>,
+    chunk: &'a [u8],
+}
+
+impl<'a> Pieces<'a> {
+    fn of(chunks: &'a [&'a [u8]]) -> Self {
+        Self { chunks: chunks.iter(), chunk: &[] }
+    }
+}
+
+impl io::BufRead for Pieces<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        while self.chunk.is_empty() {
+            match self.chunks.next() {
+                Some(chunk) => self.chunk = chunk,
+                None => break,
+            }
+        }
+        Ok(&self.chunk[..self.chunk.len().min(PIECE_BYTES)])
+    }
+
+    fn consume(&mut self, taken: usize) {
+        self.chunk = &self.chunk[taken..];
+    }
+}
+
+impl io::Read for Pieces<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let taken = io::Read::read(&mut io::BufRead::fill_buf(self)?, buffer)?;
+        io::BufRead::consume(self, taken);
+        Ok(taken)
+    }
 }

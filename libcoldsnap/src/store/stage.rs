@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
-use sha2::{Digest as _, Sha256};
 
 use super::lock::DigestLock;
 use super::pack_writer::{self, ALIGNMENT, AlignedBuffer};
-use super::publish::{is_replaceable, require_space};
+use super::publish::is_replaceable;
+use super::remove::remove;
 use super::sweep::STAGING;
 use super::verify::{READ_BYTES, wait_out_tick};
 use super::{AdmitError, AdmittedPayload, NodeStore, StoreError, blob_name};
-use crate::digest::Digest;
+use crate::digest::{Digest, Sha256};
 use crate::durable;
 
 /// What is on the disk after a power loss is at most this much shorter than what was written.
@@ -105,7 +105,7 @@ impl NodeStore {
         }
         let mut staged = self.take_over(digest, bytes, lock)?;
         staged.hash_left(progress)?;
-        require_space(self, &self.payload_directory(), bytes - staged.written)?;
+        self.make_room(bytes - staged.written)?;
         staged.reserve_blocks()?;
         Ok(Staging::Needed(Box::new(staged)))
     }
@@ -147,7 +147,7 @@ impl NodeStore {
             path,
             file,
             buffer: AlignedBuffer::new(),
-            sha256: Sha256::new(),
+            sha256: Sha256::default(),
             written: 0,
             flushed: 0,
             synced: 0,
@@ -242,7 +242,7 @@ impl StagedPayload {
     pub fn restart(&mut self) -> Result<(), StoreError> {
         self.file.set_len(0).map_err(StoreError::io("empty", &self.path))?;
         self.buffer.clear();
-        self.sha256 = Sha256::new();
+        self.sha256 = Sha256::default();
         (self.written, self.flushed, self.synced, self.resumed) = (0, 0, 0, 0);
         self.reserve_blocks()
     }
@@ -257,7 +257,7 @@ impl StagedPayload {
         if self.written != self.bytes {
             return Err(AdmitError::SizeMismatch { path, expected: self.bytes, found: self.written }.into());
         }
-        let found = Digest::from_bytes(self.sha256.clone().finalize().into());
+        let found = self.sha256.clone().finish();
         if found != self.digest {
             self.buffer.clear();
             self.flushed = self.written;
@@ -343,12 +343,5 @@ impl Drop for StagedPayload {
         {
             tracing::warn!(path = %self.path.display(), %error, "cannot remove an empty staging file");
         }
-    }
-}
-
-fn remove(path: &Path) -> Result<(), StoreError> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(StoreError::io("remove", path)(e)),
-        _ => Ok(()),
     }
 }

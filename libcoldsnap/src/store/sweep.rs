@@ -4,12 +4,12 @@
 //! is gone. An unnamed staging file is locked itself as long as its writer lives. What an interrupted stager left of a
 //! payload stays a day, because the next stager goes on from there.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use super::lock::try_flock;
+use super::lock::{DigestLock, try_flock};
 use super::{NodeStore, StoreError};
 use crate::digest::Digest;
 
@@ -31,7 +31,7 @@ impl NodeStore {
     /// When a directory cannot be read or a file not removed.
     pub fn sweep(&self) -> Result<usize, StoreError> {
         let mut removed = 0;
-        for directory in [self.payload_directory(), self.lease_directory()] {
+        for directory in [self.payload_directory(), self.lease_directory(), self.pin_directory()] {
             for name in self.names_in(&directory)? {
                 let path = directory.join(&name);
                 let Some(name) = name.to_str() else { continue };
@@ -43,32 +43,70 @@ impl NodeStore {
         Ok(removed)
     }
 
-    /// Removes the file if it is a temporary without a living writer.
-    fn remove_if_stale(&self, name: &str, path: &Path) -> io::Result<bool> {
-        let temporary = name.starts_with('.') && (name.ends_with(STAGING) || name.ends_with(TEMPORARY));
-        if !temporary {
-            return Ok(false);
+    /// Removes the file if it is a temporary without a living writer that nobody goes on with.
+    pub(super) fn remove_if_stale(&self, name: &str, path: &Path) -> io::Result<bool> {
+        let (state, _locked) = self.inspect(name, path)?;
+        if state == Temporary::Stale { remove(path) } else { Ok(false) }
+    }
+
+    /// What a file of the store is to a sweep.
+    pub(super) fn temporary(&self, name: &str, path: &Path) -> io::Result<Temporary> {
+        self.inspect(name, path).map(|(state, _)| state)
+    }
+
+    /// With the lock that keeps it so.
+    fn inspect(&self, name: &str, path: &Path) -> io::Result<(Temporary, Locked)> {
+        let named = name.starts_with('.') && (name.ends_with(STAGING) || name.ends_with(TEMPORARY));
+        if !named {
+            return Ok((Temporary::No, Locked::Nothing));
         }
         if name.starts_with(UNNAMED) {
-            let file = match File::open(path) {
-                Ok(file) => file,
-                Err(e) => return not_found_is_false(e),
+            // NFS grants an exclusive lock only to a file that is open for writing.
+            return match OpenOptions::new().read(true).write(true).open(path) {
+                Ok(file) if try_flock(&file)? => Ok((Temporary::Stale, Locked::Staging(file))),
+                Ok(_) => Ok((Temporary::Written, Locked::Nothing)),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => Ok((Temporary::Gone, Locked::Nothing)),
+                Err(e) => Err(e),
             };
-            return if try_flock(&file)? { remove(path) } else { Ok(false) };
         }
         let Some(digest) = name.get(1..65).and_then(|hex| Digest::from_hex(hex).ok()) else {
-            return Ok(false);
+            return Ok((Temporary::No, Locked::Nothing));
         };
-        match self.try_lock(&digest)? {
-            Some(_lock) if name.ends_with(STAGING) && is_resumable(path) => Ok(false),
-            Some(_lock) => remove(path),
-            None => Ok(false),
-        }
+        let Some(lock) = self.try_lock(&digest)? else { return Ok((Temporary::Written, Locked::Nothing)) };
+        let state = match fs::symlink_metadata(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Temporary::Gone,
+            Ok(metadata) if name.ends_with(STAGING) && is_resumable(&metadata) => Temporary::Resumable,
+            _ => Temporary::Stale,
+        };
+        Ok((state, Locked::Digest(lock)))
     }
 }
 
-fn is_resumable(path: &Path) -> bool {
-    let age = fs::symlink_metadata(path).and_then(|m| m.modified()).ok().and_then(|t| t.elapsed().ok());
+/// What a file of the store is to a sweep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Temporary {
+    /// No temporary.
+    No,
+    /// It was one, and is not here any more.
+    Gone,
+    /// Its writer lives.
+    Written,
+    /// Left by a stager, and young enough that the next one goes on with it.
+    Resumable,
+    /// Garbage.
+    Stale,
+}
+
+/// Held while a temporary is removed.
+#[expect(dead_code, reason = "held, never read")]
+enum Locked {
+    Nothing,
+    Staging(File),
+    Digest(DigestLock),
+}
+
+fn is_resumable(metadata: &fs::Metadata) -> bool {
+    let age = metadata.modified().ok().and_then(|time| time.elapsed().ok());
     age.is_some_and(|age| age < RESUMABLE)
 }
 

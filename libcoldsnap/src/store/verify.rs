@@ -5,18 +5,17 @@
 //! the lock finds the record of whoever had it.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read};
+use std::io::{self, BufReader, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
-use sha2::{Digest as _, Sha256};
 
 use super::lock::DigestLock;
 use super::{AdmitError, NodeStore, blob_name, record_path};
-use crate::digest::Digest;
+use crate::digest::{Digest, Sha256, lanes};
 use crate::durable;
 use crate::format::native_manifest::BlobStat;
 use crate::format::validation::{self, FileIdentity, ValidationRecord};
@@ -73,7 +72,7 @@ pub struct AdmittedPayload {
     file: File,
     identity: FileIdentity,
     evidence: Evidence,
-    bytes_hashed: u64,
+    pub(super) bytes_hashed: u64,
     record: RecordKept,
 }
 
@@ -130,6 +129,14 @@ impl AdmittedPayload {
     }
 }
 
+/// A payload that is being hashed.
+#[derive(Debug)]
+pub(super) struct Begun {
+    pub(super) digest: Digest,
+    pub(super) file: File,
+    pub(super) before: FileIdentity,
+}
+
 impl NodeStore {
     /// Admits a payload: by its record, or by hashing it in full and writing the record. `bytes` is the
     /// committed size where it is known. `progress` is called with the number of bytes hashed since the last call.
@@ -158,35 +165,66 @@ impl NodeStore {
         digest: &Digest,
         bytes: Option<u64>,
         progress: &mut dyn FnMut(u64),
+        lock: &DigestLock,
+    ) -> Result<AdmittedPayload, AdmitError> {
+        match self.admit_by_record(digest, bytes)? {
+            Some(payload) => Ok(payload),
+            None => self.admit_by_content(digest, bytes, progress, lock),
+        }
+    }
+
+    /// [`Self::admit_locked`] that hashes the payload whatever its record says.
+    pub(super) fn admit_by_content(
+        &self,
+        digest: &Digest,
+        bytes: Option<u64>,
+        progress: &mut dyn FnMut(u64),
         _lock: &DigestLock,
     ) -> Result<AdmittedPayload, AdmitError> {
-        if let Some(payload) = self.admit_by_record(digest, bytes)? {
-            return Ok(payload);
-        }
-        let path = self.payload_path(digest);
         let mut bytes_hashed = 0;
         for _ in 0..ATTEMPTS {
-            let (file, before) = self.open_payload(digest, bytes)?;
-            wait_out_tick(&before);
-            let found = hash(&file, &mut |n| {
+            let begun = self.begin(digest, bytes)?;
+            let found = hash(&begun.file, &mut |n| {
                 bytes_hashed += n;
                 progress(n);
-            })
-            .map_err(AdmitError::io("read", &path))?;
-            let changed = |what: String| AdmitError::Changed { path: path.clone(), what };
-            let (_, after) = self.open_payload(digest, None).map_err(|e| changed(e.to_string()))?;
-            if after.content != before.content {
-                return Err(changed(format!("it was {:?} and is {:?}", before.content, after.content)));
+            });
+            if let Some(payload) = self.conclude(begun, found, bytes_hashed)? {
+                return Ok(payload);
             }
-            if after != before {
-                continue;
-            }
-            if found != *digest {
-                return Err(AdmitError::DigestMismatch { path, expected: *digest, found });
-            }
-            return Ok(self.verified(*digest, file, before, bytes_hashed));
         }
+        let path = self.payload_path(digest);
         Err(AdmitError::Changed { path, what: "its ctime keeps changing".to_owned() })
+    }
+
+    /// Opens a payload to be hashed, at a time after which every change shows.
+    pub(super) fn begin(&self, digest: &Digest, bytes: Option<u64>) -> Result<Begun, AdmitError> {
+        let (file, before) = self.open_payload(digest, bytes)?;
+        wait_out_tick(&before);
+        Ok(Begun { digest: *digest, file, before })
+    }
+
+    /// Judges what was hashed. None: only the ctime changed meanwhile, so it must be hashed again.
+    pub(super) fn conclude(
+        &self,
+        begun: Begun,
+        found: io::Result<Digest>,
+        bytes_hashed: u64,
+    ) -> Result<Option<AdmittedPayload>, AdmitError> {
+        let Begun { digest, file, before } = begun;
+        let path = self.payload_path(&digest);
+        let found = found.map_err(AdmitError::io("read", &path))?;
+        let changed = |what: String| AdmitError::Changed { path: path.clone(), what };
+        let (_, after) = self.open_payload(&digest, None).map_err(|e| changed(e.to_string()))?;
+        if after.content != before.content {
+            return Err(changed(format!("it was {:?} and is {:?}", before.content, after.content)));
+        }
+        if after != before {
+            return Ok(None);
+        }
+        if found != digest {
+            return Err(AdmitError::DigestMismatch { path, expected: digest, found });
+        }
+        Ok(Some(self.verified(digest, file, before, bytes_hashed)))
     }
 
     /// Writes the record of a payload whose content was hashed, and admits it.
@@ -209,7 +247,12 @@ impl NodeStore {
         AdmittedPayload { digest, path, file, identity, evidence, bytes_hashed, record }
     }
 
-    fn admit_by_record(
+    /// Admits a payload by its record, and answers None where that takes hashing. Takes no lock and reads no byte
+    /// of the payload.
+    ///
+    /// # Errors
+    /// As [`Self::admit`], except for what only hashing finds.
+    pub fn admit_by_record(
         &self,
         digest: &Digest,
         bytes: Option<u64>,
@@ -266,23 +309,22 @@ impl NodeStore {
     }
 }
 
-/// The digest of a whole file from offset 0.
-fn hash(mut file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+/// A file from offset 0, read in pieces that fit the second-level cache.
+pub(super) fn reader(file: &File) -> io::Result<BufReader<File>> {
     // Only a hint.
     let _ = rustix::fs::fadvise(file, 0, None, Advice::Sequential);
-    let mut buffer = vec![0; READ_BYTES];
-    let mut sha256 = Sha256::new();
-    loop {
-        match file.read(&mut buffer) {
-            Ok(0) => return Ok(Digest::from_bytes(sha256.finalize().into())),
-            Ok(n) => {
-                sha256.update(&buffer[..n]);
-                progress(n as u64);
-            }
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
+    Ok(BufReader::with_capacity(READ_BYTES, file.try_clone()?))
+}
+
+/// The digest of a whole file from offset 0.
+pub(super) fn hash(file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+    let (mut stream, mut found) = (Some(reader(file)?), None);
+    lanes::sum_all::<_, _, Sha256>(
+        || stream.take().map(|stream| ((), stream)),
+        |(), sum| found = Some(sum),
+        progress,
+    );
+    found.unwrap_or_else(|| Err(io::Error::other("nothing was hashed")))
 }
 
 /// The record at `path` if it is kept as it must be: a regular file, no link, no permission for group and

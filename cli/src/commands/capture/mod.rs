@@ -21,6 +21,7 @@ use containerd_client::types::Descriptor;
 use serde::Serialize;
 
 use crate::containerd::{CheckpointOptions, Containerd, ContainerdError};
+use crate::node::Node;
 use crate::output::{CliError, Output, Progress};
 use crate::tools;
 use image::{BaseImage, DIFF_LAYER_TYPE, ProcessConfig, Target};
@@ -133,8 +134,8 @@ impl CaptureCommandError {
 ///
 /// # Errors
 /// See [`CaptureCommandError`]; the container is as it was, and nothing half made is left.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
-    let store = NodeStore::open(store)?;
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
+    let store = node.open_store()?;
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
     let captured = runtime.block_on(capture_container(args, store, *output));
     // A capture that a signal interrupted may still compute; the process ends anyway.

@@ -4,6 +4,7 @@ use coldsnap::digest::Digest;
 use coldsnap::store::{NodeStore, PayloadInfo, PayloadState};
 use serde::Serialize;
 
+use super::time;
 use crate::output::{CliError, Output};
 
 #[derive(Serialize)]
@@ -22,6 +23,9 @@ struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
     leases: usize,
+    pinned: bool,
+    /// last lease taken or given back, else when it came
+    last_used_unix_ns: u64,
 }
 
 /// Runs the command.
@@ -42,7 +46,8 @@ impl From<PayloadInfo> for Row {
             PayloadState::Unusable(reason) => ("unusable", Some(reason)),
         };
         let path = info.path.display().to_string();
-        Self { digest: info.digest, path, bytes: info.bytes, state, reason, leases: info.leases }
+        let PayloadInfo { digest, bytes, leases, pinned, last_used_unix_ns, .. } = info;
+        Self { digest, path, bytes, state, reason, leases, pinned, last_used_unix_ns }
     }
 }
 
@@ -51,14 +56,19 @@ impl Listing {
         if self.payloads.is_empty() {
             return format!("no payloads in {}", self.store);
         }
-        let header = format!("{:<71}  {:>14}  {:>6}  STATE", "DIGEST", "BYTES", "LEASES");
+        let header = format!(
+            "{:<71}  {:>14}  {:>6}  {:<6}  {:<20}  STATE",
+            "DIGEST", "BYTES", "LEASES", "PINNED", "LAST USED"
+        );
         let rows = self.payloads.iter().map(|row| {
             let reason = row.reason.as_ref().map(|reason| format!(" ({reason})")).unwrap_or_default();
             format!(
-                "{:<71}  {:>14}  {:>6}  {}{reason}",
+                "{:<71}  {:>14}  {:>6}  {:<6}  {:<20}  {}{reason}",
                 row.digest.to_string(),
                 row.bytes,
                 row.leases,
+                if row.pinned { "yes" } else { "no" },
+                time(row.last_used_unix_ns),
                 row.state
             )
         });

@@ -1,13 +1,18 @@
 //! `coldsnap payload`: the payloads of this node's store, one file per command.
 
+mod fsck;
+mod gc;
+mod leases;
 mod ls;
+mod pins;
 mod push;
-
-use std::path::Path;
+mod transfer;
 
 use clap::Subcommand;
-use coldsnap::store::NodeStore;
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
 
+use crate::node::Node;
 use crate::output::{CliError, Output};
 
 /// Model payloads in the node store.
@@ -19,19 +24,46 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// List them: size, whether the validation record holds, number of leases.
+    /// List them: size, whether the validation record holds, leases, pins, last use.
     Ls,
     /// Push them to a repository of an OCI registry, each as a raw blob with a manifest that keeps it.
     Push(push::Args),
+    Import(transfer::ImportArgs),
+    Export(transfer::ExportArgs),
+    Pin(pins::PinArgs),
+    Unpin(pins::UnpinArgs),
+    /// List who has leased which payload.
+    Leases,
+    Release(leases::ReleaseArgs),
+    Gc(gc::GcArgs),
+    Rm(gc::RmArgs),
+    Fsck(fsck::Args),
 }
 
 /// Runs the command.
 ///
 /// # Errors
 /// What the subcommand answers.
-pub fn run(args: Args, store: &Path, output: &Output) -> Result<(), CliError> {
+pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
-        Command::Ls => ls::run(&NodeStore::at(store), output),
-        Command::Push(args) => push::run(&args, &NodeStore::at(store), output),
+        Command::Ls => ls::run(&node.store(), output),
+        Command::Push(args) => push::run(&args, &node.store(), output),
+        Command::Import(args) => transfer::import(&args, &node.open_store()?, output),
+        Command::Export(args) => transfer::export(&args, &node.store(), output),
+        Command::Pin(args) => pins::pin(&args, &node.store(), output),
+        Command::Unpin(args) => pins::unpin(&args, &node.store(), output),
+        Command::Leases => leases::list(&node.store(), output),
+        Command::Release(args) => leases::release(&args, &node.store(), output),
+        Command::Gc(args) => gc::gc(&args, node, output),
+        Command::Rm(args) => gc::rm(&args, &node.store(), output),
+        Command::Fsck(args) => fsck::run(&args, &node.store(), output),
     }
+}
+
+/// A time for people, in whole seconds.
+fn time(unix_ns: u64) -> String {
+    let seconds = i64::try_from(unix_ns / 1_000_000_000).unwrap_or(i64::MAX);
+    let formatted =
+        OffsetDateTime::from_unix_timestamp(seconds).ok().and_then(|time| time.format(&Rfc3339).ok());
+    formatted.unwrap_or_else(|| "?".to_owned())
 }

@@ -117,11 +117,7 @@ impl Checkpoint {
     fn add(&mut self, name: String, path: PathBuf) -> Result<(), CheckpointError> {
         let data = MappedFile::open(&path)?;
         let header = |error| CheckpointError::Header { path: path.clone(), error: Box::new(error) };
-        let raw = if data.starts_with(gguf::MAGIC) {
-            gguf::tensors(&data).map_err(header)?
-        } else if data.get(8) == Some(&b'{') {
-            safetensors::tensors(&data).map_err(header)?
-        } else {
+        let Some(raw) = headers(&data).map_err(header)? else {
             return Err(CheckpointError::UnknownFormat { path });
         };
         let start = self.tensors.len();
@@ -182,6 +178,27 @@ impl Checkpoint {
 /// A checked file offset or length as a slice index; `mapped_file` asserts that it fits.
 pub(crate) fn to_index(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
+}
+
+/// The tensors of a whole file by its own format; `None` when it is neither GGUF nor safetensors.
+fn headers(data: &[u8]) -> Result<Option<Vec<RawTensor>>, HeaderError> {
+    if data.starts_with(gguf::MAGIC) {
+        gguf::tensors(data).map(Some)
+    } else if data.get(8) == Some(&b'{') {
+        safetensors::tensors(data).map(Some)
+    } else {
+        Ok(None)
+    }
+}
+
+/// Name and byte range of every tensor that has bytes in a whole checkpoint file, in file order; `None` when the file is
+/// neither GGUF nor safetensors.
+///
+/// # Errors
+/// What is wrong with the header.
+pub fn tensor_ranges(data: &[u8]) -> Result<Option<Vec<(String, Range<u64>)>>, HeaderError> {
+    let range = |raw: RawTensor| (raw.name, raw.offset..raw.offset + raw.len);
+    Ok(headers(data)?.map(|list| list.into_iter().map(range).collect()))
 }
 
 fn list(

@@ -387,7 +387,7 @@ impl Artifact {
     /// # Errors
     /// Names the field and what is wrong with it.
     pub fn parse(bytes: &[u8]) -> Result<Self, ArtifactError> {
-        let artifact: Self = document::parse(DOCUMENT, bytes)?;
+        let artifact: Self = document::parse_exact(DOCUMENT, bytes)?;
         artifact.check()?;
         Ok(artifact)
     }

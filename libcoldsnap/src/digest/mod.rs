@@ -3,12 +3,18 @@
 //! A payload path is always derived from a digest and never read from a manifest, so that no
 //! manifest can point a restore at another file.
 
+pub(crate) mod lanes;
+mod sha256;
+#[cfg(target_arch = "x86_64")]
+mod sha_ni;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use sha2::{Digest as _, Sha256};
+
+pub use sha256::Sha256;
 
 /// A SHA-256 digest, written `sha256:<64 lowercase hex>`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -29,7 +35,9 @@ impl Digest {
 
     /// The SHA-256 of `data`.
     pub fn of(data: &[u8]) -> Self {
-        Self(Sha256::digest(data).into())
+        let mut sha256 = Sha256::default();
+        sha256.update(data);
+        sha256.finish()
     }
 
     /// The 32 bytes, most significant first.

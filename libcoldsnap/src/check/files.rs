@@ -4,13 +4,15 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread;
 
+use serde::Serialize;
 use sha2::{Digest as _, Sha256};
 
+use super::CheckError;
 use crate::digest::Digest;
 use crate::extent::LayoutError;
 use crate::format::native_manifest::{BlobStat, NativeManifest};
@@ -19,39 +21,8 @@ use crate::format::residual::ResidualLayout;
 
 const READ_BYTES: usize = 256 << 10;
 
-/// Why a file is refused.
-#[derive(Debug, thiserror::Error)]
-pub enum CheckError {
-    /// It is not what the manifest says.
-    #[error("{}: {source}", path.display())]
-    Layout {
-        /// The file.
-        path: PathBuf,
-        /// What differs.
-        source: LayoutError,
-    },
-    /// It cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// What the system answered.
-        source: io::Error,
-    },
-}
-
-impl CheckError {
-    /// The stable name of the kind of error.
-    pub const fn kind(&self) -> &'static str {
-        match self {
-            Self::Layout { source, .. } => source.kind(),
-            Self::Io { .. } => "Io",
-        }
-    }
-}
-
 /// What was compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct FileReport {
     /// Size of the file.
     pub bytes: u64,
@@ -113,6 +84,26 @@ pub fn check_residual(
     });
     let jobs: Vec<_> = extents.collect();
     run(path, manifest.residual_blob_bytes, ("residual_blob_bytes", stat), &jobs, progress)
+}
+
+/// Compares a pack with the digest that its name is, and its size with the alignment: all that is known without a manifest.
+///
+/// # Errors
+/// `Malformed` for a size that no pack has, `PathDigestMismatch`.
+pub(super) fn check_named(
+    path: &Path,
+    named: &Digest,
+    progress: super::Progress<'_>,
+) -> Result<FileReport, CheckError> {
+    let io = |source| CheckError::Io { path: path.to_owned(), source };
+    let bytes = path.metadata().map_err(io)?.len();
+    if bytes == 0 || bytes % pack::ALIGNMENT != 0 {
+        let problem = format!("{bytes} bytes: a pack is a positive multiple of {}", pack::ALIGNMENT);
+        return Err(super::layout_error(path, LayoutError::malformed("file", problem)));
+    }
+    let check = Check::WholeFile { named: *named };
+    let job = Job { name: "file".to_owned(), offset: 0, size: bytes, padding: 0, check };
+    run(path, bytes, ("size", None), &[job], &mut |n| progress("hashing the pack", bytes, n))
 }
 
 struct Job {
@@ -313,7 +304,7 @@ mod tests {
 
     fn manifest(change: impl FnOnce(&mut Value)) -> NativeManifest {
         let mut value: Value =
-            serde_json::from_str(include_str!("../tests/vectors/native-manifest.json")).unwrap();
+            serde_json::from_str(include_str!("../../tests/vectors/native-manifest.json")).unwrap();
         change(&mut value);
         NativeManifest::parse(value.to_string().as_bytes()).unwrap()
     }
