@@ -54,7 +54,12 @@ from_library!(
     coldsnap::config::ConfigError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::hub::PlaceError,
+    coldsnap::hub::TokenError,
+    coldsnap::publish::PublishError,
     coldsnap::registry::RegistryError,
+    coldsnap::source::BringError,
+    coldsnap::source::SourceError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
     coldsnap::store::WatermarkError,
@@ -129,7 +134,12 @@ pub struct Progress {
 impl Progress {
     /// Says that so many bytes more are done.
     pub fn advance(&mut self, bytes: u64) {
-        self.done += bytes;
+        self.reach(self.done + bytes);
+    }
+
+    /// Says that so many bytes are done, be it fewer than before.
+    pub fn reach(&mut self, bytes: u64) {
+        self.done = bytes;
         if !self.wanted {
             return;
         }

@@ -82,7 +82,10 @@ fn single(path: &Path) -> Result<Option<(PathBuf, Summary)>, CliError> {
 }
 
 /// The capsule in a directory, or the directory that is the capsule.
-fn directory(path: &Path) -> io::Result<CapsuleFiles> {
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn directory(path: &Path) -> io::Result<CapsuleFiles> {
     if path.join(capsule::ARTIFACT_PATH).exists() {
         return read_tree(path);
     }

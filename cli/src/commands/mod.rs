@@ -3,9 +3,11 @@
 pub mod capabilities;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod doctor;
 pub mod inspect;
 pub mod payload;
 pub mod publish;
+pub mod publish_native;
 pub mod registry;
 pub mod verify;

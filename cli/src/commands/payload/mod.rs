@@ -6,6 +6,7 @@ mod leases;
 mod ls;
 mod pins;
 mod push;
+mod stage;
 mod transfer;
 
 use clap::Subcommand;
@@ -26,8 +27,8 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, leases, pins, last use.
     Ls,
-    /// Push them to a repository of an OCI registry, each as a raw blob with a manifest that keeps it.
     Push(push::Args),
+    Stage(stage::Args),
     Import(transfer::ImportArgs),
     Export(transfer::ExportArgs),
     Pin(pins::PinArgs),
@@ -48,6 +49,7 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&node.store(), output),
         Command::Push(args) => push::run(&args, &node.store(), output),
+        Command::Stage(args) => stage::run(&args, node, output),
         Command::Import(args) => transfer::import(&args, &node.open_store()?, output),
         Command::Export(args) => transfer::export(&args, &node.store(), output),
         Command::Pin(args) => pins::pin(&args, &node.store(), output),

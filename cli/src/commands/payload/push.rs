@@ -1,23 +1,21 @@
 //! `coldsnap payload push`: payloads as blobs of a registry.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::Path;
 
 use coldsnap::digest::Digest;
-use coldsnap::format::artifact::Artifact;
 use coldsnap::registry::{Registry, Repository};
 use coldsnap::store::NodeStore;
 use serde::Serialize;
 
+use crate::artifact::Images;
 use crate::commands::registry::{self, PayloadRow, RegistryArgs};
 use crate::output::{CliError, Output};
 
-/// Arguments.
+/// Push payloads to a repository of an OCI registry, each as a raw blob with a manifest that keeps it.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Payloads by digest (sha256:...), or artifact descriptors: all payloads of each.
-    #[arg(required = true, value_name = "DIGEST|ARTIFACT")]
+    /// Payloads by digest, or all of a capsule image in containerd, an artifact.json or a directory with a capsule.
+    #[arg(required = true, value_name = "IMAGE|ARTIFACT|DIGEST")]
     what: Vec<String>,
     /// Repository: HOST[:PORT]/NAME.
     #[arg(long, value_name = "REPOSITORY")]
@@ -27,6 +25,8 @@ pub struct Args {
     /// Only say what would be pushed.
     #[arg(long)]
     dry_run: bool,
+    #[command(flatten)]
+    images: Images,
 }
 
 #[derive(Serialize)]
@@ -42,7 +42,7 @@ struct Report {
 /// An unusable argument, a payload that is not admitted, or what the registry answers.
 pub fn run(args: &Args, store: &NodeStore, output: &Output) -> Result<(), CliError> {
     let repository: Repository = args.to.parse()?;
-    let wanted = wanted(&args.what)?;
+    let wanted = wanted(args)?;
     let payloads = registry::admit(store, &wanted, output)?;
     let registry = Registry::connect(&repository, &args.registry.access())?;
     let payloads = registry::push(&registry, &payloads, args.dry_run, output)?;
@@ -53,22 +53,16 @@ pub fn run(args: &Args, store: &NodeStore, output: &Output) -> Result<(), CliErr
     })
 }
 
-/// The distinct payloads, with their committed sizes where a descriptor tells them.
-fn wanted(what: &[String]) -> Result<BTreeMap<Digest, Option<u64>>, CliError> {
+/// The distinct payloads, with their committed sizes where an artifact tells them.
+fn wanted(args: &Args) -> Result<BTreeMap<Digest, Option<u64>>, CliError> {
     let mut wanted = BTreeMap::new();
-    for text in what {
-        if let Ok(digest) = text.parse::<Digest>() {
+    for text in &args.what {
+        if text.starts_with("sha256:") {
+            let digest = text.parse().map_err(|e| CliError::new("Malformed", e))?;
             wanted.entry(digest).or_insert(None);
             continue;
         }
-        if text.starts_with("sha256:") {
-            return Err(CliError::new("Malformed", format!("{text:?} is not a digest")));
-        }
-        let bytes = fs::read(Path::new(text))
-            .map_err(|e| CliError::new("Io", format!("cannot read the descriptor {text}: {e}")))?;
-        let artifact =
-            Artifact::parse(&bytes).map_err(|e| CliError::new(e.kind(), format!("{text}: {e}")))?;
-        let payloads = artifact.payloads();
+        let payloads = args.images.artifact(text)?.payloads();
         if payloads.is_empty() {
             return Err(CliError::new("Malformed", format!("{text}: the artifact has no payloads")));
         }
