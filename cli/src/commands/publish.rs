@@ -92,7 +92,7 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         && path.symlink_metadata().is_ok()
     {
         let message = format!("{} exists; a descriptor is never overwritten", path.display());
-        return Err(CliError::new("DescriptorExists", message));
+        return Err(CliError::new("AlreadyExists", message));
     }
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
     let (containerd, capsule) = runtime.block_on(read(&args))?;

@@ -219,7 +219,7 @@ fn registry_published_capsule_is_pulled_staged_and_restored() {
         ensure!(manifest["annotations"]["coldsnap.io/artifact"].is_string(), "{manifest}");
 
         // A second run finds everything there, and replaces no descriptor.
-        ensure!(coldsnap::fails(publish(&reference, output, &[]))?.kind == "DescriptorExists");
+        ensure!(coldsnap::fails(publish(&reference, output, &[]))?.kind == "AlreadyExists");
         let second = format!("{output}.2");
         let said = coldsnap::run(publish(&reference, &second, &["--with-payloads"]))?;
         ensure!(said["present"] == true && said["pushed_bytes"] == 0, "{said}");
