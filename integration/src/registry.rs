@@ -13,13 +13,15 @@ use serde_json::Value;
 use crate::http;
 use crate::process::wait_for;
 
+/// Emptied at each start; it is not kept with the logs, because payloads are large.
+const STORAGE: &str = "/var/lib/registry";
 const READY_LIMIT: Duration = Duration::from_secs(20);
 
 /// A registry, running or not.
 #[derive(Debug)]
 pub struct Registry {
     address: String,
-    directory: PathBuf,
+    logs: PathBuf,
     child: Option<Child>,
 }
 
@@ -37,25 +39,23 @@ pub struct Access {
 }
 
 impl Registry {
-    /// Starts a registry with empty storage below `directory` on a free loopback port. With a line of an htpasswd file (bcrypt) it asks for
-    /// user and password.
-    pub fn start(directory: &Path, htpasswd: Option<&str>) -> Result<Self> {
-        fs::create_dir_all(directory.join("storage"))
-            .with_context(|| format!("cannot create {}", directory.display()))?;
+    /// Starts a registry with empty storage on a free loopback port; its configuration and log go to `logs`. With a line of an htpasswd file
+    /// (bcrypt) it asks for user and password.
+    pub fn start(logs: &Path, htpasswd: Option<&str>) -> Result<Self> {
+        let _ = fs::remove_dir_all(STORAGE);
+        fs::create_dir_all(STORAGE).with_context(|| format!("cannot create {STORAGE}"))?;
         let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
         let address = format!("127.0.0.1:{port}");
         let mut config = format!(
-            "version: 0.1\nlog:\n  level: info\n  accesslog:\n    disabled: false\nstorage:\n  filesystem:\n    rootdirectory: {}\n  delete:\n    enabled: true\nhttp:\n  addr: {address}\n",
-            directory.join("storage").display()
+            "version: 0.1\nlog:\n  level: info\nstorage:\n  filesystem:\n    rootdirectory: {STORAGE}\n  delete:\n    enabled: true\nhttp:\n  addr: {address}\n"
         );
         if let Some(line) = htpasswd {
-            let path = directory.join("htpasswd");
+            let path = logs.join("htpasswd");
             fs::write(&path, line).with_context(|| format!("cannot write {}", path.display()))?;
             config += &format!("auth:\n  htpasswd:\n    realm: story\n    path: {}\n", path.display());
         }
-        fs::write(directory.join("config.yml"), config)
-            .context("cannot write the registry's configuration")?;
-        let mut registry = Self { address, directory: directory.to_owned(), child: None };
+        let mut registry = Self { address, logs: logs.to_owned(), child: None };
+        fs::write(registry.config(), config).context("cannot write the registry's configuration")?;
         registry.restart()?;
         Ok(registry)
     }
@@ -65,7 +65,7 @@ impl Registry {
         self.kill()?;
         let log = File::options().create(true).append(true).open(self.log())?;
         let mut command = Command::new("docker-registry");
-        command.arg("serve").arg(self.directory.join("config.yml")).stdout(log.try_clone()?).stderr(log);
+        command.arg("serve").arg(self.config()).stdout(log.try_clone()?).stderr(log);
         self.child =
             Some(command.spawn().context("cannot start docker-registry: is it in the node's root?")?);
         wait_for("the registry", READY_LIMIT, || {
@@ -97,27 +97,32 @@ impl Registry {
     }
 
     fn log(&self) -> PathBuf {
-        self.directory.join("registry.log")
+        self.logs.join("registry.log")
+    }
+
+    fn config(&self) -> PathBuf {
+        self.logs.join("registry.yml")
     }
 
     /// The file in which the registry keeps a blob.
     pub fn blob(&self, digest: &str) -> PathBuf {
         let hex = digest.trim_start_matches("sha256:");
-        self.directory.join("storage/docker/registry/v2/blobs/sha256").join(&hex[..2]).join(hex).join("data")
+        root().join("blobs/sha256").join(&hex[..2]).join(hex).join("data")
     }
 
     /// The directory of a tag of a repository; it exists when the tag does.
     pub fn tag(&self, name: &str, tag: &str) -> PathBuf {
-        self.directory
-            .join("storage/docker/registry/v2/repositories")
-            .join(name)
-            .join("_manifests/tags")
-            .join(tag)
+        root().join("repositories").join(name).join("_manifests/tags").join(tag)
+    }
+
+    /// The directory of unfinished uploads to a repository.
+    pub fn uploads(&self, name: &str) -> PathBuf {
+        root().join("repositories").join(name).join("_uploads")
     }
 
     /// Bytes of all files that it keeps.
     pub fn stored_bytes(&self) -> Result<u64> {
-        crate::node::bytes_below(&self.directory.join("storage"))
+        crate::node::bytes_below(Path::new(STORAGE))
     }
 
     /// A document that it serves, as JSON.
@@ -140,6 +145,10 @@ impl Drop for Registry {
     fn drop(&mut self) {
         let _ = self.kill();
     }
+}
+
+fn root() -> PathBuf {
+    Path::new(STORAGE).join("docker/registry/v2")
 }
 
 /// A line in the combined log format: `host - - [time] "METHOD path HTTP/1.1" status bytes "referer" "agent"`.

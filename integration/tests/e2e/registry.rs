@@ -26,7 +26,7 @@ const HTPASSWD: &str = "user:$2b$05$3yknzuL/CCvjOkGQrYnr..//M2vvRPPBl.4TAIIS9Orx
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 
 fn registry(node: &Node, htpasswd: Option<&str>) -> Result<Registry> {
-    Registry::start(&node.logs().join("registry"), htpasswd)
+    Registry::start(node.logs(), htpasswd)
 }
 
 /// A capsule with one payload of 64 MiB in the node's store; the payload's digest.
@@ -286,9 +286,11 @@ fn registry_killed_during_a_push_keeps_no_tag_and_leaves_no_descriptor() {
         for further in [&["--with-payloads"][..], &[]] {
             let publishing =
                 coldsnap::command(publish(&reference, output, further)).stdout(Stdio::piped()).spawn()?;
-            let storage = registry.blob(&digest);
-            let storage = storage.ancestors().nth(5).context("the registry's storage")?;
-            wait_for("an upload", Duration::from_secs(30), || Ok(uploads(storage)?.gt(&0).then_some(())))?;
+            let uploads = registry.uploads("guest");
+            wait_for("an upload", Duration::from_secs(30), || {
+                // A directory may go away while it is read.
+                Ok(bytes_below(&uploads).unwrap_or(0).gt(&0).then_some(()))
+            })?;
             registry.kill()?;
             let failed = publishing.wait_with_output()?;
             let said = String::from_utf8_lossy(&failed.stdout).into_owned();
@@ -298,6 +300,7 @@ fn registry_killed_during_a_push_keeps_no_tag_and_leaves_no_descriptor() {
                 further.is_empty() || !tag_of(&registry, &digest).exists(),
                 "a manifest without its payload: {said}"
             );
+            fs::remove_dir_all(&uploads)?;
             registry.restart()?;
             if !further.is_empty() {
                 push(&digest, &registry.repository("guest"), &[])?;
@@ -312,12 +315,6 @@ fn registry_killed_during_a_push_keeps_no_tag_and_leaves_no_descriptor() {
 
 fn tag_of(registry: &Registry, digest: &str) -> PathBuf {
     registry.tag("guest", &format!("coldsnap-{}", digest.trim_start_matches("sha256:")))
-}
-
-/// Bytes of unfinished uploads to the repository `guest`.
-fn uploads(storage: &Path) -> Result<u64> {
-    // A directory may go away while it is read.
-    Ok(bytes_below(&storage.join("repositories/guest/_uploads")).unwrap_or(0))
 }
 
 #[test]
