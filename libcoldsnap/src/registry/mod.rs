@@ -182,7 +182,7 @@ impl From<RegistryError> for FetchError {
         match error {
             RegistryError::NotFound { answer, .. } => Self::NotFound(answer),
             RegistryError::Denied { answer, .. } => Self::Denied(answer),
-            RegistryError::Unavailable { .. } => Self::Unavailable(error.to_string()),
+            RegistryError::Unavailable { reason, .. } => Self::Unavailable(reason),
             _ => Self::Refused(error.to_string()),
         }
     }
