@@ -20,7 +20,8 @@ use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 use crate::commands::{
-    capabilities, capture, check, config, doctor, inspect, payload, publish, publish_native, verify,
+    capabilities, capture, check, config, doctor, inspect, overlay, payload, publish, publish_native, rm,
+    verify,
 };
 use crate::node::Node;
 use crate::output::Output;
@@ -50,6 +51,8 @@ enum Command {
     Check(check::Args),
     Payload(payload::Args),
     Publish(publish::Args),
+    Overlay(overlay::Args),
+    Rm(rm::Args),
     PublishNative(publish_native::Args),
     Config(config::Args),
     Doctor(doctor::Args),
@@ -65,10 +68,12 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Capture(args) => node().and_then(|node| capture::run(args, &node, &output)),
         Command::Inspect(args) => node().and_then(|node| inspect::run(args, &node, &output)),
-        Command::Verify(args) => verify::run(args, &output),
+        Command::Verify(args) => node().and_then(|node| verify::run(&args, &node, &output)),
         Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
         Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
         Command::Publish(args) => node().and_then(|node| publish::run(args, &node, &output)),
+        Command::Overlay(args) => node().and_then(|node| overlay::run(args, &node, &output)),
+        Command::Rm(args) => node().and_then(|node| rm::run(args, &node, &output)),
         Command::PublishNative(args) => node().and_then(|node| publish_native::run(&args, &node, &output)),
         Command::Config(args) => config::run(&args, &cli.config, cli.store.as_deref(), &output),
         Command::Doctor(args) => node().and_then(|node| doctor::run(args, &node, &output)),

@@ -38,6 +38,11 @@ impl CliError {
     }
 }
 
+/// How an error stands in JSON: `{"error": {"kind", "message"}}`.
+pub fn error_json(kind: &str, message: &dyn Display) -> serde_json::Value {
+    serde_json::json!({"error": {"kind": kind, "message": message.to_string()}})
+}
+
 /// The library's errors carry their kind.
 macro_rules! from_library {
     ($($error:ty),* $(,)?) => {
@@ -54,6 +59,7 @@ from_library!(
     coldsnap::config::ConfigError,
     coldsnap::extent::LayoutError,
     coldsnap::format::DocumentError,
+    coldsnap::overlay::OverlayError,
     coldsnap::hub::PlaceError,
     coldsnap::hub::TokenError,
     coldsnap::publish::PublishError,
@@ -97,7 +103,7 @@ impl Output {
             return ExitCode::FAILURE;
         }
         if self.json {
-            let value = serde_json::json!({"error": {"kind": error.kind, "message": error.message}});
+            let value = error_json(&error.kind, &error.message);
             // Nothing is left to do when that fails.
             let _ = print(&value.to_string());
         } else {

@@ -21,6 +21,7 @@ mod mount;
 mod network;
 mod oom;
 mod options;
+mod overlay;
 mod process;
 mod reaper;
 mod restore;

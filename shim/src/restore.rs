@@ -4,11 +4,13 @@
 use std::path::{Path, PathBuf};
 
 use coldsnap::criu::config::{EstablishedTcp, restore_config};
-use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode};
+use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestorePlan};
 use coldsnap::store::NodeStore;
 use log::info;
 use serde_json::Value;
 use thiserror::Error;
+
+use crate::overlay::UsedOverlay;
 
 /// Environment variable of containerd (shims inherit it) that names another node store.
 const STORE_VARIABLE: &str = "COLDSNAP_STORE";
@@ -28,6 +30,8 @@ pub struct Plan {
     pub may_start_cold: bool,
     /// Reads the memory files as long as it lives.
     pub read_ahead: Option<ReadAhead>,
+    /// The overlay of this node that is restored; `None` for the image's own capsule.
+    pub overlay: Option<UsedOverlay>,
 }
 
 /// Why a container that could be wanted as a restore is not restored.
@@ -46,23 +50,47 @@ pub enum NoRestore {
 /// # Errors
 /// The container holds a capsule that cannot be restored here, or holds none and `mode` is `Require`.
 pub fn decide(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Option<Plan>, NoRestore> {
-    let store =
-        NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()));
-    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store: &store }, mode) {
-        Ok(Decision::Restore(plan)) => Ok(Some(Plan {
-            images: plan.images_dir().to_owned(),
-            parent: None,
-            criu_config: plan.criu_config(),
-            capture_id: plan.capture_id().to_owned(),
-            may_start_cold: mode == RestoreMode::Auto,
-            read_ahead: Some(plan.start_read_ahead()),
-        })),
+    match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store: &store() }, mode) {
+        Ok(Decision::Restore(plan)) => Ok(Some(Plan::new(&plan, mode))),
         Ok(Decision::Cold(reason)) => {
             info!("cold start: {reason}");
             Ok(None)
         }
         Err(refused) if mode == RestoreMode::Auto => Err(NoRestore::Fallback(refused.to_string())),
         Err(refused) => Err(NoRestore::Refused(refused.to_string())),
+    }
+}
+
+/// The same for a root filesystem with the layers of an overlay: a plan, or why the overlay cannot be restored. The
+/// decision about the image's own capsule is still open then.
+///
+/// # Errors
+/// Everything that stands against it.
+pub fn decide_overlay(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Plan, String> {
+    let live = LiveContainer { rootfs, spec, store: &store() };
+    match coldsnap::restore::decide(&live, RestoreMode::Require) {
+        Ok(Decision::Restore(plan)) => Ok(Plan::new(&plan, mode)),
+        Ok(Decision::Cold(reason)) => Err(reason.to_string()),
+        Err(refused) => Err(refused.to_string()),
+    }
+}
+
+/// The node store.
+pub fn store() -> NodeStore {
+    NodeStore::at(std::env::var_os(STORE_VARIABLE).unwrap_or_else(|| NodeStore::DEFAULT_ROOT.into()))
+}
+
+impl Plan {
+    fn new(plan: &RestorePlan, mode: RestoreMode) -> Self {
+        Self {
+            images: plan.images_dir().to_owned(),
+            parent: None,
+            criu_config: plan.criu_config(),
+            capture_id: plan.capture_id().to_owned(),
+            may_start_cold: mode == RestoreMode::Auto,
+            read_ahead: Some(plan.start_read_ahead()),
+            overlay: None,
+        }
     }
 }
 
@@ -85,6 +113,7 @@ pub fn from_checkpoint(images: &str, parent: &str) -> Result<Plan, NoRestore> {
         may_start_cold: false,
         // CRIU reads the pages itself, once and in order.
         read_ahead: None,
+        overlay: None,
     })
 }
 

@@ -73,9 +73,9 @@ impl Spec {
         Ok(Self { path, value, changed: false })
     }
 
-    /// The whole document.
-    pub fn document(&self) -> &Value {
-        &self.value
+    /// The same, and nothing else of this value.
+    pub fn into_document(self) -> Value {
+        self.value
     }
 
     /// The value of an annotation.
@@ -208,9 +208,9 @@ mod tests {
         spec.save().unwrap();
 
         let again = Spec::load(bundle.path()).unwrap();
-        assert_eq!(again.document()["future"]["big"], json!(u64::MAX));
+        assert_eq!(again.value["future"]["big"], json!(u64::MAX));
         assert_eq!(
-            again.document()["mounts"],
+            again.value["mounts"],
             json!([{"destination": "/d", "type": "bind", "source": "/s", "options": ["bind", "ro"]}])
         );
         assert_eq!(again.annotation("org.criu.config"), Some("/b/criu.conf"));

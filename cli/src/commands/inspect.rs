@@ -51,7 +51,11 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         directory(path).map_err(|e| CliError::new("Io", format!("cannot read {}: {e}", path.display())))?
     } else {
         let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-        runtime.block_on(image(&args)).map_err(|e| CliError::new("Containerd", e))?
+        let files = async {
+            let containerd = Containerd::connect(&args.address, &args.namespace).await?;
+            image(&containerd, &args.capsule).await
+        };
+        runtime.block_on(files).map_err(|e| CliError::new("Containerd", e))?
     };
     let found = inspect(&files, &node.store())
         .map_err(|e| CliError::new("NotACapsule", format!("{}: {e}", args.capsule)))?;
@@ -97,10 +101,13 @@ pub fn directory(path: &Path) -> io::Result<CapsuleFiles> {
     }
 }
 
-async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
-    let containerd = Containerd::connect(&args.address, &args.namespace).await?;
-    let image = BaseImage::read(&containerd, &args.capsule).await?;
-    capsule_files(&containerd, &image).await
+/// The capsule of an image; nothing when it has none.
+///
+/// # Errors
+/// There is no such image, or its layer cannot be read.
+pub async fn image(containerd: &Containerd, name: &str) -> Result<CapsuleFiles, ContainerdError> {
+    let image = BaseImage::read(containerd, name).await?;
+    capsule_files(containerd, &image).await
 }
 
 /// The capsule in an image's capsule layer; nothing when it has none.

@@ -6,10 +6,12 @@
 mod cold;
 mod commands;
 mod guests;
+mod overlay;
 mod refusals;
 mod registry;
 mod restarts;
 mod restore;
+mod workers;
 
 use std::path::Path;
 use std::sync::OnceLock;

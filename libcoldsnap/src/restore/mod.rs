@@ -6,7 +6,7 @@
 mod layout;
 mod objects;
 mod read_ahead;
-mod root;
+pub(crate) mod root;
 
 use std::fmt;
 use std::io;

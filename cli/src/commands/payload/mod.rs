@@ -6,6 +6,7 @@ mod leases;
 mod ls;
 mod pins;
 mod push;
+mod serve;
 mod stage;
 mod transfer;
 
@@ -39,6 +40,7 @@ enum Command {
     Gc(gc::GcArgs),
     Rm(gc::RmArgs),
     Fsck(fsck::Args),
+    Serve(serve::Args),
 }
 
 /// Runs the command.
@@ -59,6 +61,7 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         Command::Gc(args) => gc::gc(&args, node, output),
         Command::Rm(args) => gc::rm(&args, &node.store(), output),
         Command::Fsck(args) => fsck::run(&args, &node.store(), output),
+        Command::Serve(args) => serve::run(&args, node.store(), output),
     }
 }
 
