@@ -20,8 +20,8 @@ use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 use crate::commands::{
-    capabilities, capture, check, config, doctor, inspect, materialize, overlay, payload, publish_native, rm,
-    verify,
+    capabilities, capture, check, config, doctor, inspect, materialize, overlay, payload, publish,
+    publish_native, rm, verify,
 };
 use crate::node::Node;
 use crate::output::Output;
@@ -50,6 +50,7 @@ enum Command {
     Verify(verify::Args),
     Check(check::Args),
     Payload(payload::Args),
+    Publish(publish::Args),
     Overlay(overlay::Args),
     Rm(rm::Args),
     PublishNative(publish_native::Args),
@@ -71,6 +72,7 @@ fn main() -> ExitCode {
         Command::Verify(args) => node().and_then(|node| verify::run(&args, &node, &output)),
         Command::Check(args) => node().and_then(|node| check::run(args, &node, &output)),
         Command::Payload(args) => node().and_then(|node| payload::run(args, &node, &output)),
+        Command::Publish(args) => node().and_then(|node| publish::run(args, &node, &output)),
         Command::Overlay(args) => node().and_then(|node| overlay::run(args, &node, &output)),
         Command::Rm(args) => node().and_then(|node| rm::run(args, &node, &output)),
         Command::PublishNative(args) => node().and_then(|node| publish_native::run(&args, &node, &output)),
@@ -90,6 +92,6 @@ fn log_filter() -> EnvFilter {
         .with_env_var("COLDSNAP_LOG")
         .from_env_lossy();
     // Below this level they write addresses with their query, and signed addresses are secrets.
-    let quiet = ["ureq=info", "ureq_proto=info"];
+    let quiet = ["ureq=info", "ureq_proto=info", "oci_client=info", "reqwest=info", "hyper_util=info"];
     quiet.iter().filter_map(|directive| directive.parse().ok()).fold(filter, EnvFilter::add_directive)
 }

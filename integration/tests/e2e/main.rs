@@ -9,6 +9,7 @@ mod guests;
 mod overlay;
 mod recovery;
 mod refusals;
+mod registry;
 mod restarts;
 mod restore;
 mod workers;

@@ -1,10 +1,11 @@
 //! The sources that a configuration names, and the one that an artifact brings along.
 
-use super::{DirectorySource, HubSource, Source};
+use super::{DirectorySource, HubSource, OciSource, Source};
 use crate::config::{Config, SourceConfig};
 use crate::format::artifact::Artifact;
 use crate::hub::http::HttpError;
 use crate::hub::{Endpoint, Place, PlaceError, Repository, Token, TokenError};
+use crate::registry::RegistryError;
 
 /// A configured source cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -16,17 +17,14 @@ pub enum SourceError {
     Token(#[from] TokenError),
     #[error(transparent)]
     Http(#[from] HttpError),
-    #[error("sources of kind {0:?} are not implemented")]
-    Unimplemented(&'static str),
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
 }
 
 impl SourceError {
     /// The stable name of the kind of error.
     pub const fn kind(&self) -> &'static str {
-        match self {
-            Self::Unimplemented(_) => "Unimplemented",
-            _ => "Source",
-        }
+        "Source"
     }
 }
 
@@ -70,6 +68,8 @@ pub fn open_source(config: &Config, source: &SourceConfig) -> Result<Box<dyn Sou
             let token = Token::find(token_file.as_deref().or(defaults.token_file.as_deref()))?;
             Box::new(HubSource::new(Place::new(endpoint, repository.parse()?, revision)?, token)?)
         }
-        SourceConfig::Oci { .. } => return Err(SourceError::Unimplemented("oci")),
+        SourceConfig::Oci { repository, plain_http, credentials_file } => {
+            Box::new(OciSource::new(repository, *plain_http, credentials_file.clone())?)
+        }
     })
 }

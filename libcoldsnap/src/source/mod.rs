@@ -10,6 +10,8 @@ mod configured;
 mod directory;
 #[cfg(feature = "sources")]
 mod hub;
+#[cfg(feature = "sources")]
+mod oci;
 pub(crate) mod pace;
 
 use std::fmt;
@@ -27,6 +29,8 @@ pub use directory::DirectorySource;
 pub use hub::HubSource;
 #[cfg(feature = "sources")]
 pub(crate) use hub::unquoted;
+#[cfg(feature = "sources")]
+pub use oci::OciSource;
 
 /// A place that may have payloads.
 pub trait Source: fmt::Debug + Send + Sync {

@@ -27,8 +27,21 @@ const UNCOMPRESSED_LABEL: &str = "containerd.io/uncompressed";
 /// The image that a container was made from, for this node's platform.
 #[derive(Debug)]
 pub struct BaseImage {
+    /// Digest of the manifest, if the image's name points to it and not to an index.
+    target: Option<Digest>,
     manifest: Value,
     config: Value,
+}
+
+/// A blob that an image needs.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct ImageBlob {
+    /// `config` or `layer`
+    pub kind: &'static str,
+    /// Its digest.
+    pub digest: Digest,
+    /// Its size.
+    pub bytes: u64,
 }
 
 /// A layer for the new image.
@@ -65,7 +78,7 @@ impl BaseImage {
         let target = image.and_then(|i| i.target).ok_or_else(|| {
             unusable(&what, "it does not exist; the capsule needs the image that the container was made from")
         })?;
-        let mut digest = target.digest;
+        let mut digest = target.digest.clone();
         let mut document = read_json(containerd, &what, &digest).await?;
         if let Some(manifests) = document.get("manifests").and_then(Value::as_array) {
             let wanted = manifests
@@ -77,7 +90,34 @@ impl BaseImage {
         }
         let config_digest = document.pointer("/config/digest").and_then(Value::as_str).unwrap_or_default();
         let config = read_json(containerd, &what, config_digest).await?;
-        Ok(Self { manifest: document, config })
+        let target = target.digest.parse().ok().filter(|_| digest == target.digest);
+        Ok(Self { target, manifest: document, config })
+    }
+
+    /// Digest of the manifest; none when the image is an index of several.
+    pub const fn single_manifest(&self) -> Option<Digest> {
+        self.target
+    }
+
+    /// Configuration and layers, each once.
+    ///
+    /// # Errors
+    /// When the manifest does not describe one of them.
+    pub fn blobs(&self) -> Result<Vec<ImageBlob>, ContainerdError> {
+        let layers = self.manifest.get("layers").and_then(Value::as_array).into_iter().flatten();
+        let all = self.manifest.get("config").map(|config| ("config", config)).into_iter();
+        let mut blobs: Vec<ImageBlob> = Vec::new();
+        for (kind, descriptor) in all.chain(layers.map(|layer| ("layer", layer))) {
+            let digest = text(descriptor, "digest").parse::<Digest>();
+            let bytes = descriptor.get("size").and_then(Value::as_u64);
+            let (Ok(digest), Some(bytes)) = (digest, bytes) else {
+                return Err(unusable("the image's manifest", format!("a {kind} without digest or size")));
+            };
+            if !blobs.iter().any(|blob| blob.digest == digest) {
+                blobs.push(ImageBlob { kind, digest, bytes });
+            }
+        }
+        Ok(blobs)
     }
 
     /// Digest of the capsule layer, or `None` when the image has none.
@@ -352,6 +392,7 @@ mod tests {
                 .into_iter()
                 .unzip();
         let base = BaseImage {
+            target: None,
             manifest: json!({"layers": descriptors}),
             config: json!({"rootfs": {"diff_ids": ids}, "history": [{"created_by": "a"}, {"empty_layer": true}, {"created_by": "b"}]}),
         };

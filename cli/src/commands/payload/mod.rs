@@ -5,6 +5,7 @@ mod gc;
 mod leases;
 mod ls;
 mod pins;
+mod push;
 mod serve;
 mod stage;
 mod transfer;
@@ -27,6 +28,7 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, leases, pins, last use.
     Ls,
+    Push(push::Args),
     Stage(stage::Args),
     Import(transfer::ImportArgs),
     Export(transfer::ExportArgs),
@@ -48,6 +50,7 @@ enum Command {
 pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&node.store(), output),
+        Command::Push(args) => push::run(&args, &node.store(), output),
         Command::Stage(args) => stage::run(&args, node, output),
         Command::Import(args) => transfer::import(&args, &node.open_store()?, output),
         Command::Export(args) => transfer::export(&args, &node.store(), output),
