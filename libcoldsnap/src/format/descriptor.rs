@@ -179,7 +179,7 @@ impl Rules {
     }
 
     /// `<kind>/<id>`, both ids.
-    pub fn owner<'a>(self, field: String, owner: &'a str) -> Result<(&'a str, &'a str), DescriptorError> {
+    pub fn owner(self, field: String, owner: &str) -> Result<(&str, &str), DescriptorError> {
         match owner.split_once('/').filter(|(kind, name)| is_id(kind) && is_id(name)) {
             Some(parts) => Ok(parts),
             None => self.refuse(field, format!("{owner:?} is not an owner: expected <kind>/<id>")),
