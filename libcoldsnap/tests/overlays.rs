@@ -76,7 +76,7 @@ impl Node {
     fn publish(&self, id: &str, created: u64) -> LocalOverlay {
         let artifact = self.artifact(id, b"local", self.payload);
         match publish(&self.store(), self.stage(&artifact), &self.portable(), target(), created).unwrap() {
-            Published::Stored(overlay) => overlay,
+            Published::Stored(overlay) => *overlay,
             Published::Redundant => panic!("redundant"),
         }
     }

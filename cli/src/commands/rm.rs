@@ -205,7 +205,6 @@ async fn label(containerd: &Containerd, all: &[Image], name: &str, key: &str) ->
     image.annotation(key).map(str::to_owned)
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn refused(error: ContainerdError) -> CliError {
     CliError::new("Containerd", error)
 }

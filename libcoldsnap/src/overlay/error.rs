@@ -23,7 +23,7 @@ pub enum OverlayError {
     },
     /// A descriptor breaks its rules, or two do not belong together.
     #[error(transparent)]
-    Descriptor(#[from] DescriptorError),
+    Descriptor(Box<DescriptorError>),
     /// The portable descriptor is no JSON.
     #[error(transparent)]
     Format(#[from] FormatError),
@@ -61,11 +61,17 @@ pub enum OverlayError {
         /// The payload.
         digest: Digest,
         /// Why.
-        source: AdmitError,
+        source: Box<AdmitError>,
     },
     /// A lease could not be taken or given back.
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+impl From<DescriptorError> for OverlayError {
+    fn from(error: DescriptorError) -> Self {
+        Self::Descriptor(Box::new(error))
+    }
 }
 
 impl OverlayError {

@@ -32,7 +32,7 @@ pub struct NewOverlay {
 #[derive(Debug)]
 pub enum Published {
     /// It is on this node.
-    Stored(LocalOverlay),
+    Stored(Box<LocalOverlay>),
     /// Its capsule equals the portable one; nothing was stored.
     Redundant,
 }
@@ -114,7 +114,7 @@ pub fn publish(
         move_into_place(store, &new.directory, &portable.digest, &id)
     });
     match stored {
-        Ok(directory) => Ok(Published::Stored(LocalOverlay { document, directory })),
+        Ok(directory) => Ok(Published::Stored(Box::new(LocalOverlay { document, directory }))),
         Err(error) => {
             // A lease without an overlay is released by the next sweep, if not now.
             let _ = store.release(&owner);
@@ -127,7 +127,7 @@ fn lease_all(store: &NodeStore, document: &Overlay, owner: &str) -> Result<(), O
     for object in &document.payloads {
         let payload = store
             .admit(&object.sha256, Some(object.bytes), &mut |_| {})
-            .map_err(|source| OverlayError::Payload { digest: object.sha256, source })?;
+            .map_err(|error| OverlayError::Payload { digest: object.sha256, source: Box::new(error) })?;
         store.lease(&payload, owner)?;
     }
     Ok(())

@@ -98,7 +98,7 @@ pub enum CaptureCommandError {
     #[error("cannot {action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
     #[error(transparent)]
-    Overlay(#[from] OverlayError),
+    Overlay(Box<OverlayError>),
     #[error(transparent)]
     Node(#[from] NodeError),
     #[error("the overlay's layers cannot be mounted: {0}")]
@@ -107,6 +107,12 @@ pub enum CaptureCommandError {
     Interrupted,
     #[error("a part of the capture panicked: {0}")]
     Panicked(String),
+}
+
+impl From<OverlayError> for CaptureCommandError {
+    fn from(error: OverlayError) -> Self {
+        Self::Overlay(Box::new(error))
+    }
 }
 
 fn list(findings: &[Finding]) -> String {
