@@ -38,6 +38,11 @@ impl CliError {
     }
 }
 
+/// How an error stands in JSON: `{"error": {"kind", "message"}}`.
+pub fn error_json(kind: &str, message: &dyn Display) -> serde_json::Value {
+    serde_json::json!({"error": {"kind": kind, "message": message.to_string()}})
+}
+
 /// The library's errors carry their kind.
 macro_rules! from_library {
     ($($error:ty),* $(,)?) => {
@@ -56,6 +61,12 @@ from_library!(
     coldsnap::format::DocumentError,
     coldsnap::recover::RecoverError,
     coldsnap::recover::mode::ModeError,
+    coldsnap::overlay::OverlayError,
+    coldsnap::hub::PlaceError,
+    coldsnap::hub::TokenError,
+    coldsnap::publish::PublishError,
+    coldsnap::source::BringError,
+    coldsnap::source::SourceError,
     coldsnap::store::AdmitError,
     coldsnap::store::StoreError,
     coldsnap::store::WatermarkError,
@@ -93,7 +104,7 @@ impl Output {
             return ExitCode::FAILURE;
         }
         if self.json {
-            let value = serde_json::json!({"error": {"kind": error.kind, "message": error.message}});
+            let value = error_json(&error.kind, &error.message);
             // Nothing is left to do when that fails.
             let _ = print(&value.to_string());
         } else {
@@ -130,7 +141,12 @@ pub struct Progress {
 impl Progress {
     /// Says that so many bytes more are done.
     pub fn advance(&mut self, bytes: u64) {
-        self.done += bytes;
+        self.reach(self.done + bytes);
+    }
+
+    /// Says that so many bytes are done, be it fewer than before.
+    pub fn reach(&mut self, bytes: u64) {
+        self.done = bytes;
         if !self.wanted {
             return;
         }

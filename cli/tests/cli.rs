@@ -80,6 +80,54 @@ fn verify_uses_and_writes_the_record() {
 }
 
 #[test]
+fn verify_takes_a_digest_and_several_payloads() {
+    let (_dir, store, digest) = store();
+    let second = *store.publish_pack(&[vec![&[8; 100][..]]], &mut |_| ()).unwrap().payload.digest();
+    let (root, name, path) = (text(store.root()), digest.to_string(), store.payload_path(&second));
+    let report = succeeds(&["--store", root, "verify", &name]);
+    assert_eq!((&report["digest"], &report["record"]), (&json!(digest), &json!("reused")));
+
+    let report = succeeds(&["--store", root, "verify", &name, text(&path)]);
+    let digests: Vec<_> =
+        report["payloads"].as_array().unwrap().iter().map(|p| p["digest"].clone()).collect();
+    assert_eq!(digests, [json!(digest), json!(second)]);
+
+    let other = Digest::of(b"other").to_string();
+    let output = coldsnap(&["--json", "--store", root, "verify", &other, &name]);
+    assert_eq!(output.status.code(), Some(1));
+    let report = stdout_json(&output);
+    assert_eq!(report["payloads"][0]["digest"], json!(other));
+    assert_eq!(report["payloads"][0]["error"]["kind"], "PayloadMissing");
+    assert_eq!(report["payloads"][1]["evidence"], "cached-full-sha256");
+
+    let output = coldsnap(&["--store", root, "verify", &other, &name, "--bytes", "4096"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    fails(&["--store", root, "verify", "no-payload"], "PathDigestMismatch");
+}
+
+#[test]
+fn concurrent_processes_verify_once() {
+    let (_dir, store, _) = store();
+    let data = vec![3; 16 << 20];
+    let payload = store.publish_pack(&[vec![&data]], &mut |_| ()).unwrap().payload;
+    fs::remove_file(format!("{}.coldsnap-validation.json", payload.path().display())).unwrap();
+    let processes: Vec<_> = (0..8)
+        .map(|_| {
+            Command::new(env!("CARGO_BIN_EXE_coldsnap"))
+                .args(["--json", "verify", text(payload.path())])
+                .stdout(std::process::Stdio::piped())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    let hashed: u64 = processes
+        .into_iter()
+        .map(|process| stdout_json(&process.wait_with_output().unwrap())["bytes_hashed"].as_u64().unwrap())
+        .sum();
+    assert_eq!(hashed, payload.bytes());
+}
+
+#[test]
 fn verify_takes_a_relative_path() {
     let (_dir, store, digest) = store();
     let sha256 = digest.to_string();
@@ -127,7 +175,7 @@ fn wrong_usage_is_status_2() {
     for args in [
         &[][..],
         &["frobnicate"],
-        &["verify", text(&path)],
+        &["verify"],
         &["verify", text(&path), "--sha256", &upper],
         &["verify", text(&path), "--sha256", &digest.hex()],
         &["verify", text(&path), "--sha256", &digest.to_string(), "--bytes", "-1"],
@@ -263,4 +311,27 @@ fn check_and_inspect_find_out_what_it_is() {
     for command in ["check", "inspect"] {
         assert!(fails(&[command, text(&lease)], "Unrecognized").contains("expected an artifact descriptor"));
     }
+}
+
+#[test]
+fn overlays_are_listed_explained_and_not_found() {
+    let (dir, _, _) = store();
+    let here = |args: &[&'static str]| -> Vec<String> {
+        args.iter()
+            .map(|&a| a.to_owned())
+            .chain(["--store".to_owned(), text(dir.path()).to_owned()])
+            .collect()
+    };
+    fn words(args: &[String]) -> Vec<&str> {
+        args.iter().map(String::as_str).collect()
+    }
+    assert_eq!(succeeds(&words(&here(&["overlay", "ls"])))["overlays"], json!([]));
+    fails(&words(&here(&["overlay", "rm", "cap-1"])), "OverlayNotFound");
+    // A descriptor as a file needs no containerd.
+    let artifact = concat!(env!("CARGO_MANIFEST_DIR"), "/../libcoldsnap/tests/samples/artifact-host.json");
+    let explained = succeeds(&words(&here(&["overlay", "explain", artifact])));
+    assert_eq!((&explained["chosen"], &explained["overlays"]), (&Value::Null, &json!([])));
+    let other = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+    fails(&words(&here(&["overlay", "explain", other])), "Malformed");
+    fails(&words(&here(&["rm", "image:1", "--address", "/nonexistent/socket"])), "Containerd");
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -25,9 +26,22 @@ pub const MADE: u64 = 1;
 /// Writes a safetensors file with one tensor, whose bytes are the memory of a guest of kind `block` with `mib` MiB: what a loader that reads it
 /// into one buffer would have.
 pub fn write_model(path: &Path, mib: usize) -> Result<()> {
-    let pages = (mib << 20) / PAGE;
+    write_pages(path, 0..(mib << 20) / PAGE)
+}
+
+/// Writes the same bytes as two files in `directory`, each with a tensor of half the size: the shards of a guest of kind `tensor-parallel`.
+pub fn write_shards(directory: &Path, mib: usize) -> Result<()> {
+    fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    let half = (mib << 19) / PAGE;
+    write_pages(&directory.join("model-00001-of-00002.safetensors"), 0..half)?;
+    write_pages(&directory.join("model-00002-of-00002.safetensors"), half..2 * half)
+}
+
+/// A file with one tensor of these pages; its name says where it begins.
+fn write_pages(path: &Path, pages: Range<usize>) -> Result<()> {
+    let name = format!("block.{}", pages.start);
     let header =
-        json!({"block": {"dtype": "I64", "shape": [pages * WORDS], "data_offsets": [0, pages * PAGE]}})
+        json!({&name: {"dtype": "I64", "shape": [pages.len() * WORDS], "data_offsets": [0, pages.len() * PAGE]}})
             .to_string();
     let header = format!("{header:<width$}", width = header.len().next_multiple_of(8));
     let mut file =
@@ -35,7 +49,7 @@ pub fn write_model(path: &Path, mib: usize) -> Result<()> {
     file.write_all(&(header.len() as u64).to_le_bytes())?;
     file.write_all(header.as_bytes())?;
     let mut words = [0; WORDS];
-    for page in 0..pages {
+    for page in pages {
         pattern::fill(&mut words, MADE, page);
         words.iter().try_for_each(|word| file.write_all(&word.to_ne_bytes()))?;
     }

@@ -22,10 +22,14 @@ pub const NATIVE_MANIFEST_NAME: &str = "native-manifest.json";
 pub const RECOVERY_MANIFEST_NAME: &str = "manifest.json";
 /// Image label that holds the artifact descriptor's digest; also set on the capsule's image config.
 pub const IMAGE_LABEL: &str = "coldsnap.io/artifact";
+/// Image label that holds the capture's id.
+pub const CAPTURE_LABEL: &str = "coldsnap.io/capture";
 /// Spec annotation: `auto`, `require` or `never`.
 pub const RESTORE_ANNOTATION: &str = "coldsnap.io/restore";
 /// Spec annotation: `off`, `async` or `required`.
 pub const MATERIALIZE_ANNOTATION: &str = "coldsnap.io/materialize";
+/// Spec annotation: `auto` or `never`.
+pub const OVERLAY_ANNOTATION: &str = "coldsnap.io/overlay";
 
 /// `opt/coldsnap/capsule/hydration/<worker>`, relative to the container's root.
 pub fn worker_dir(worker: &str) -> PathBuf {

@@ -15,6 +15,8 @@ pub mod format;
 pub mod hub;
 pub mod inspect;
 pub mod mapped_file;
+pub mod node;
+pub mod overlay;
 #[cfg(feature = "sources")]
 pub mod publish;
 pub mod recover;

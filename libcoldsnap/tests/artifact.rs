@@ -367,6 +367,8 @@ fn what_would_not_survive_is_refused() {
     let twice = host().to_string().replacen("\"adapter\":{}", "\"adapter\":{\"a\":1,\"a\":2}", 1);
     let error = Artifact::parse(twice.as_bytes()).unwrap_err().to_string();
     assert!(error.contains("the key \"a\" is there twice"), "{error}");
+    let padded = host().to_string() + &" ".repeat(4 << 20);
+    assert!(Artifact::parse(padded.as_bytes()).unwrap_err().to_string().contains("more than 4194304"));
     let large = host().to_string().replacen("\"pid\":1,", "\"pid\":18446744073709551616,", 1);
     let error = Artifact::parse(large.as_bytes()).unwrap_err();
     assert_eq!(error.field(), Some("launch.execution.workers[0].pid"), "{error}");

@@ -176,6 +176,11 @@ fn a_pack_is_checked_beside_its_manifest_or_by_its_name() {
     assert_eq!(run(&wrong).unwrap_err().kind(), "PathDigestMismatch");
     fs::write(&wrong, [1; 100]).unwrap();
     assert_eq!(run(&wrong).unwrap_err().kind(), "Malformed");
+    // A pack whose first bytes look like JSON is a pack.
+    let content = [&b"{\"kind\":1}"[..], &[b' '; 4086]].concat();
+    let braces = other.path().join(format!("{}.pack", coldsnap::digest::Digest::of(&content).hex()));
+    fs::write(&braces, &content).unwrap();
+    assert_eq!(what(&run(&braces).unwrap()), "pack");
     let alone = other.path().join("model-weights.pack");
     fs::copy(worker.path("model-weights.pack"), &alone).unwrap();
     assert_eq!(run(&alone).unwrap_err().kind(), "Unrecognized");

@@ -255,6 +255,10 @@ fn removal_refuses_leased_and_pinned_payloads_and_says_who_holds_them() {
     assert!(files_about(&store, &digest).is_empty());
     assert_eq!(store.remove(&digest, true).unwrap_err().kind(), "PayloadMissing");
     assert_eq!(store.remove(&digests[1], false).unwrap(), PACK);
+    let absent = Digest::of(b"absent");
+    assert_eq!(store.remove(&absent, false).unwrap_err().kind(), "PayloadMissing");
+    let lock = store.root().join(format!("model-payloads/sha256/.{}.pack.lock", absent.hex()));
+    assert!(!lock.exists(), "no lock is left for what never was here");
 }
 
 #[test]

@@ -274,6 +274,9 @@ fn living_writers_and_what_can_be_resumed_are_notes_and_stay() {
     let report = repair(&store, true);
     assert_eq!((only(&report).kind, only(&report).severity), ("Interrupted", Severity::Note));
     assert!(report.is_consistent());
+    assert_eq!(store.sweep().unwrap(), 0);
+    assert_eq!(store.sweep_interrupted().unwrap(), 1);
+    assert_eq!(fsck(&store).findings, []);
 }
 
 #[test]

@@ -310,3 +310,36 @@ fn every_canonical_json_vector_is_met_from_text_too() {
         rest = &rest[end + 1..];
     }
 }
+
+/// Bits and canonical text of doubles, by another implementation.
+#[test]
+fn floats_are_written_as_another_implementation_writes_them() {
+    let cases: Vec<(String, String)> = serde_json::from_slice(include_bytes!("samples/floats.json")).unwrap();
+    assert!(cases.len() > 200);
+    for (bits, text) in cases {
+        let float = f64::from_bits(u64::from_str_radix(&bits, 16).unwrap());
+        assert_eq!(canonical_json::to_string(&Value::from(float)), text, "{bits}");
+        assert_eq!(canonical_json::of_text(text.as_bytes()).unwrap(), text, "{bits}");
+    }
+}
+
+#[test]
+fn the_specification_s_worked_example_has_the_vectors_numbers() {
+    let specification = include_str!("../../docs/format.md");
+    let example = &specification[specification.find("## Worked example").unwrap()..];
+    let packs = value(include_bytes!("vectors/packs.json"));
+    let pack = packs["packs"].as_array().unwrap().iter().find(|p| p["name"] == "two-unaligned").unwrap();
+    let manifest = value(PADDED);
+    let ids = value(include_bytes!("vectors/semantic-ids.json"));
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let mut numbers = vec![text(&pack["pack_sha256"]), text(&pack["object_path"])];
+    for list in ["model_weight_extents", "residual_extents"] {
+        numbers.extend(manifest[list].as_array().unwrap().iter().map(|extent| text(&extent["crc32"])));
+    }
+    numbers.extend(pack["extents_out"].as_array().unwrap().iter().map(|extent| text(&extent["sha256"])));
+    numbers.extend([0, 2].map(|n| text(&ids["semantic_ids"][n]["semantic_id"])));
+    numbers.push(text(&value(include_bytes!("vectors/canonical-json.json"))["canonical_json"][0]["sha256"]));
+    for number in numbers {
+        assert!(example.contains(&number), "{number}");
+    }
+}

@@ -328,6 +328,10 @@ fn the_configured_sources_come_first_and_the_artifacts_publication_last() {
     assert_eq!(all[2..], [format!("huggingface {}/c/d@{}", hub.endpoint(), "2".repeat(40))]);
     assert_eq!(name(sources_for(&config, None).unwrap()), configured);
 
+    let published = artifact.weights.model_payloads.as_mut().unwrap();
+    published.repository = "registry.example/somewhere/else".to_owned();
+    assert_eq!(name(sources_for(&config, Some(&artifact)).unwrap()), configured, "published elsewhere");
+
     config.huggingface.token_file = Some("/does/not/exist".into());
     assert_eq!(sources_for(&config, None).unwrap_err().kind(), "Source");
 }

@@ -14,6 +14,7 @@ use crate::cgroup::Cgroup;
 use crate::error::TaskError;
 use crate::events::Events;
 use crate::options::Options;
+use crate::overlay::UsedOverlay;
 use crate::process::Process;
 use crate::reaper::Reaper;
 use crate::restore::Plan;
@@ -52,6 +53,7 @@ pub struct Container {
     pub has_own_network: bool,
     pending_restore: Mutex<Option<Plan>>,
     read_ahead: Mutex<Option<ReadAhead>>,
+    overlay: Mutex<Option<UsedOverlay>>,
     /// Phases of its start.
     pub timings: Mutex<Timings>,
     execs: Mutex<HashMap<String, Arc<Process>>>,
@@ -99,6 +101,7 @@ impl Container {
             has_own_network,
             pending_restore: Mutex::default(),
             read_ahead: Mutex::default(),
+            overlay: Mutex::default(),
             timings: Mutex::default(),
             execs: Mutex::default(),
             running_execs: watch::Sender::new(0),
@@ -210,6 +213,11 @@ impl Container {
     /// Ends the read-ahead: nobody is left to profit from it.
     pub fn end_read_ahead(&self) {
         self.keep_read_ahead(None);
+    }
+
+    /// Keeps the overlay that the container was restored from in place as long as the container exists.
+    pub fn keep_overlay(&self, overlay: Option<UsedOverlay>) {
+        *self.overlay.lock().unwrap_or_else(PoisonError::into_inner) = overlay;
     }
 
     /// Begins the life of the first process as `pid`.

@@ -15,8 +15,9 @@ use crate::container::{CRIU_CONFIG_FILE, Container, Host, NewContainer, read_pid
 use crate::error::TaskError;
 use crate::exit::begin_init;
 use crate::materialize::{Start, decide_and_recover, release_leases};
-use crate::mount::{RootMounts, unmount_below};
+use crate::mount::{RootMounts, mount_all, unmount_below};
 use crate::options::Options;
+use crate::overlay::{self, OverlayMode, OverlayModeError, Root};
 use crate::process::Process;
 use crate::restore::{NoRestore, Plan, from_checkpoint};
 use crate::runc::{self, ChildStdio};
@@ -59,7 +60,7 @@ async fn create_in(
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
                 return Err(TaskError::io(format!("make {}", rootfs.display()))(error));
             }
-            _ => mounts.mount_at(rootfs)?,
+            _ => mount_all(&mounts.direct, rootfs)?,
         }
     }
     for bind in &mounts.lifted {
@@ -90,7 +91,7 @@ async fn create_in(
     // Held until TaskCreate is published: an exit that comes earlier waits for it.
     let transition = container.init.transition.lock().await;
     let began = Instant::now();
-    let pending = decide_restore(&container, rootfs, spec, &request).await?;
+    let pending = decide_restore(&container, rootfs, mounts, spec, &request).await?;
     container.timings().record("decide", began);
     match pending {
         Some(plan) => {
@@ -107,10 +108,10 @@ async fn create_in(
 async fn decide_restore(
     container: &Container,
     mounted: &Path,
+    mounts: &RootMounts,
     spec: Spec,
     request: &CreateTaskRequest,
 ) -> Result<Option<Plan>, TaskError> {
-    let refused = |error: NoRestore| TaskError::FailedPrecondition(error.to_string());
     if !request.checkpoint.is_empty() {
         return from_checkpoint(&request.checkpoint, &request.parent_checkpoint).map(Some).map_err(refused);
     }
@@ -120,6 +121,12 @@ async fn decide_restore(
         }
         None => RestoreMode::default(),
     };
+    let overlay = match spec.annotation(coldsnap::capsule::OVERLAY_ANNOTATION) {
+        Some(text) => {
+            text.parse().map_err(|error: OverlayModeError| TaskError::InvalidArgument(error.to_string()))?
+        }
+        None => OverlayMode::default(),
+    };
     let materialize = match spec.annotation(coldsnap::capsule::MATERIALIZE_ANNOTATION) {
         Some(text) => {
             let mode = text.parse::<MaterializeMode>();
@@ -127,16 +134,43 @@ async fn decide_restore(
         }
         None => None,
     };
+    let root = Root {
+        mounted: mounted.to_owned(),
+        path: spec.rootfs().unwrap_or_else(|| mounted.to_owned()),
+        mounts: mounts.direct.clone(),
+        spec: spec.into_document(),
+        mode,
+        materialize,
+    };
+    if mode != RestoreMode::Never && overlay == OverlayMode::Auto {
+        let began = Instant::now();
+        if let Some(plan) = overlay::decide(container, &root).await? {
+            container.timings().record("overlay", began);
+            return Ok(Some(plan));
+        }
+    }
+    decide_portable(container, root).await
+}
+
+fn refused(error: NoRestore) -> TaskError {
+    TaskError::FailedPrecondition(error.to_string())
+}
+
+/// Decides about the capsule in the root's own layers; a cold start that should have been a restore is announced.
+///
+/// # Errors
+/// A required restore was refused.
+pub async fn decide_portable(container: &Container, root: Root) -> Result<Option<Plan>, TaskError> {
     let start = Start {
         id: container.id.clone(),
         namespace: container.host.namespace.clone(),
         bundle: container.bundle.clone(),
-        rootfs: spec.rootfs().unwrap_or_else(|| mounted.to_owned()),
-        restore: mode,
-        materialize,
+        rootfs: root.path,
+        restore: root.mode,
+        materialize: root.materialize,
     };
     // It may hash or rebuild a payload of many gigabytes.
-    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, spec));
+    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, &root.spec));
     match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {
         Err(NoRestore::Fallback(reason)) => {
             warn!("container {}: cold start instead of a restore: {reason}", container.id);

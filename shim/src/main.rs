@@ -22,6 +22,7 @@ mod mount;
 mod network;
 mod oom;
 mod options;
+mod overlay;
 mod process;
 mod reaper;
 mod restore;

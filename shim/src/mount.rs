@@ -110,21 +110,21 @@ impl RootMounts {
         }
         Ok(sorted)
     }
+}
 
-    /// Mounts the direct ones at `rootfs`.
-    ///
-    /// # Errors
-    /// The kernel refuses one; those before stay mounted ([`unmount_below`] removes them).
-    pub fn mount_at(&self, rootfs: &Path) -> Result<(), MountError> {
-        for mount in &self.direct {
-            let target = match mount.target.as_str() {
-                "" => rootfs.to_owned(),
-                _ => existing_below(rootfs, mount)?,
-            };
-            mount_one(mount, &target)?;
-        }
-        Ok(())
+/// Mounts all of `mounts` at `rootfs`, in this order.
+///
+/// # Errors
+/// The kernel refuses one; those before stay mounted ([`unmount_below`] removes them).
+pub fn mount_all(mounts: &[Mount], rootfs: &Path) -> Result<(), MountError> {
+    for mount in mounts {
+        let target = match mount.target.as_str() {
+            "" => rootfs.to_owned(),
+            _ => existing_below(rootfs, mount)?,
+        };
+        mount_one(mount, &target)?;
     }
+    Ok(())
 }
 
 fn destination(mount: &Mount) -> Result<String, MountError> {

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 
 use coldsnap::config::Config;
 use coldsnap::criu::config::{EstablishedTcp, restore_config};
-use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestoreRefused};
+use coldsnap::restore::{Decision, LiveContainer, ReadAhead, RestoreMode, RestorePlan, RestoreRefused};
 use coldsnap::store::NodeStore;
 use log::{info, warn};
 use serde_json::Value;
 use thiserror::Error;
+
+use crate::overlay::UsedOverlay;
 
 /// Environment variable of containerd (shims inherit it) that names another node store.
 const STORE_VARIABLE: &str = "COLDSNAP_STORE";
@@ -29,6 +31,8 @@ pub struct Plan {
     pub may_start_cold: bool,
     /// Reads the memory files as long as it lives.
     pub read_ahead: Option<ReadAhead>,
+    /// The overlay of this node that is restored; `None` for the image's own capsule.
+    pub overlay: Option<UsedOverlay>,
 }
 
 /// Why a container that could be wanted as a restore is not restored.
@@ -52,18 +56,6 @@ impl NoRestore {
     }
 }
 
-/// The node store: the one that the environment names, else the configured one.
-pub fn node_store() -> NodeStore {
-    let config = Config::of_node().unwrap_or_else(|error| {
-        warn!("{error}; using the defaults");
-        Config::default()
-    });
-    match std::env::var_os(STORE_VARIABLE) {
-        Some(root) => config.store.at(Path::new(&root)),
-        None => config.node_store(),
-    }
-}
-
 /// Decides for a container whose request names no images: a plan, or `None` for an ordinary cold start.
 ///
 /// # Errors
@@ -75,17 +67,50 @@ pub fn decide(
     mode: RestoreMode,
 ) -> Result<Option<Plan>, RestoreRefused> {
     match coldsnap::restore::decide(&LiveContainer { rootfs, spec, store }, mode)? {
-        Decision::Restore(plan) => Ok(Some(Plan {
+        Decision::Restore(plan) => Ok(Some(Plan::new(&plan, mode))),
+        Decision::Cold(reason) => {
+            info!("cold start: {reason}");
+            Ok(None)
+        }
+    }
+}
+
+/// The same for a root filesystem with the layers of an overlay: a plan, or why the overlay cannot be restored. The
+/// decision about the image's own capsule is still open then.
+///
+/// # Errors
+/// Everything that stands against it.
+pub fn decide_overlay(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Plan, String> {
+    let live = LiveContainer { rootfs, spec, store: &store() };
+    match coldsnap::restore::decide(&live, RestoreMode::Require) {
+        Ok(Decision::Restore(plan)) => Ok(Plan::new(&plan, mode)),
+        Ok(Decision::Cold(reason)) => Err(reason.to_string()),
+        Err(refused) => Err(refused.to_string()),
+    }
+}
+
+/// The node store: the one that the environment names, else the configured one.
+pub fn store() -> NodeStore {
+    let config = Config::of_node().unwrap_or_else(|error| {
+        warn!("{error}; using the defaults");
+        Config::default()
+    });
+    match std::env::var_os(STORE_VARIABLE) {
+        Some(root) => config.store.at(Path::new(&root)),
+        None => config.node_store(),
+    }
+}
+
+impl Plan {
+    fn new(plan: &RestorePlan, mode: RestoreMode) -> Self {
+        Self {
             images: plan.images_dir().to_owned(),
             parent: None,
             criu_config: plan.criu_config(),
             capture_id: plan.capture_id().to_owned(),
             may_start_cold: mode == RestoreMode::Auto,
             read_ahead: Some(plan.start_read_ahead()),
-        })),
-        Decision::Cold(reason) => {
-            info!("cold start: {reason}");
-            Ok(None)
+            overlay: None,
         }
     }
 }
@@ -109,6 +134,7 @@ pub fn from_checkpoint(images: &str, parent: &str) -> Result<Plan, NoRestore> {
         may_start_cold: false,
         // CRIU reads the pages itself, once and in order.
         read_ahead: None,
+        overlay: None,
     })
 }
 

@@ -148,6 +148,11 @@ impl Runc {
         Self { binary: binary.into(), root: Path::new(root).join(namespace), systemd_cgroup, reaper }
     }
 
+    /// The binary.
+    pub fn binary(&self) -> &Path {
+        &self.binary
+    }
+
     /// Where the runtime keeps what it knows about container `id`.
     pub fn state_directory(&self, id: &str) -> PathBuf {
         self.root.join(id)
@@ -358,7 +363,8 @@ fn or_null(descriptor: Option<OwnedFd>) -> Stdio {
     descriptor.map_or_else(Stdio::null, Stdio::from)
 }
 
-fn memory_file(name: &str) -> io::Result<File> {
+/// An unnamed file in memory.
+pub fn memory_file(name: &str) -> io::Result<File> {
     Ok(File::from(memfd_create(name, MemfdFlags::CLOEXEC)?))
 }
 
@@ -367,7 +373,8 @@ fn path_of(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()))
 }
 
-fn contents(mut file: File) -> io::Result<Vec<u8>> {
+/// What was written to such a file.
+pub fn contents(mut file: File) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     file.rewind()?;
     file.read_to_end(&mut bytes)?;

@@ -78,6 +78,11 @@ impl Spec {
         &self.value
     }
 
+    /// The same, and nothing else of this value.
+    pub fn into_document(self) -> Value {
+        self.value
+    }
+
     /// The value of an annotation.
     pub fn annotation(&self, key: &str) -> Option<&str> {
         self.value.get("annotations")?.get(key)?.as_str()
@@ -218,9 +223,9 @@ mod tests {
         spec.save().unwrap();
 
         let again = Spec::load(bundle.path()).unwrap();
-        assert_eq!(again.document()["future"]["big"], json!(u64::MAX));
+        assert_eq!(again.value["future"]["big"], json!(u64::MAX));
         assert_eq!(
-            again.document()["mounts"],
+            again.value["mounts"],
             json!([{"destination": "/d", "type": "bind", "source": "/s", "options": ["bind", "ro"]}])
         );
         assert_eq!(again.annotation("org.criu.config"), Some("/b/criu.conf"));

@@ -11,7 +11,7 @@ use time::OffsetDateTime;
 
 use crate::console::ConsoleSocket;
 use crate::container::{Container, read_pid};
-use crate::create::{Streams, connect_streams, create_cold};
+use crate::create::{Streams, connect_streams, create_cold, decide_portable};
 use crate::error::TaskError;
 use crate::exit::begin_init;
 use crate::mount::unmount_below;
@@ -57,21 +57,36 @@ pub async fn start_init(container: &Arc<Container>) -> Result<u32, TaskError> {
 }
 
 async fn start_restore(container: &Arc<Container>, mut plan: Plan) -> Result<&'static str, TaskError> {
-    let read_ahead = plan.read_ahead.take();
-    let error = match restore(container, &plan).await {
-        Ok(()) => {
-            container.keep_read_ahead(read_ahead);
-            return Ok("restore");
+    loop {
+        let read_ahead = plan.read_ahead.take();
+        let error = match restore(container, &plan).await {
+            Ok(()) => {
+                container.keep_read_ahead(read_ahead);
+                container.keep_overlay(plan.overlay);
+                return Ok("restore");
+            }
+            Err(error) => error,
+        };
+        discard_failed_restore(container).await;
+        drop(read_ahead);
+        if let Some(overlay) = plan.overlay.take() {
+            warn!("container {}: overlay {} could not be restored: {error}", container.id, overlay.id);
+            let root = overlay.take_away().await?;
+            match decide_portable(container, root).await? {
+                Some(portable) => {
+                    plan = portable;
+                    continue;
+                }
+                None => break,
+            }
         }
-        Err(error) => error,
-    };
-    discard_failed_restore(container).await;
-    drop(read_ahead);
-    if !plan.may_start_cold {
-        return Err(error);
+        if !plan.may_start_cold {
+            return Err(error);
+        }
+        warn!("container {}: cold start after a failed restore: {error}", container.id);
+        container.host.events.publish_fallback(&container.id, &error.to_string());
+        break;
     }
-    warn!("container {}: cold start after a failed restore: {error}", container.id);
-    container.host.events.publish_fallback(&container.id, &error.to_string());
     create_cold(container).await?;
     container.runc.start(&container.id).await?;
     Ok("cold start")

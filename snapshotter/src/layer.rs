@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 use coldsnap::capsule;
+use coldsnap::format::artifact;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
@@ -17,7 +18,7 @@ use crate::payloads;
 use crate::record::{Layer, Payload, Record};
 
 /// A descriptor of a few hundred workers has some hundred kilobytes.
-const MAX_ARTIFACT_BYTES: u64 = 4 << 20;
+const MAX_ARTIFACT_BYTES: u64 = artifact::MAX_BYTES;
 
 /// Extended attributes by which overlay marks a directory that hides what is below it; the second one is
 /// used by mounts with `userxattr`.

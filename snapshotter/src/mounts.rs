@@ -134,4 +134,15 @@ mod tests {
         assert_eq!(mounts[1].target, "opt/coldsnap/capsule/hydration/w0/model-weights.pack");
         assert_eq!(mounts[1].options, ["bind", "ro"]);
     }
+
+    #[test]
+    fn workers_that_share_a_payload_have_a_bind_each() {
+        let payload =
+            |worker: &str| Payload { worker: worker.to_owned(), digest: Digest::of(b"x"), bytes: 1 };
+        let file = PathBuf::from("/store/x.pack");
+        let (_, mounts) = mounts(Kind::Active, 2, &[(payload("w7"), file.clone()), (payload("w8"), file)]);
+        let binds: Vec<_> = mounts[1..].iter().map(|m| (m.source.as_str(), m.target.as_str())).collect();
+        let target = ["w7", "w8"].map(|w| format!("opt/coldsnap/capsule/hydration/{w}/model-weights.pack"));
+        assert_eq!(binds, [("/store/x.pack", target[0].as_str()), ("/store/x.pack", &target[1])]);
+    }
 }

@@ -51,7 +51,11 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         directory(path).map_err(|e| CliError::new("Io", format!("cannot read {}: {e}", path.display())))?
     } else {
         let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-        runtime.block_on(image(&args)).map_err(|e| CliError::new("Containerd", e))?
+        let files = async {
+            let containerd = Containerd::connect(&args.address, &args.namespace).await?;
+            image(&containerd, &args.capsule).await
+        };
+        runtime.block_on(files).map_err(|e| CliError::new("Containerd", e))?
     };
     let found = inspect(&files, &node.store())
         .map_err(|e| CliError::new("NotACapsule", format!("{}: {e}", args.capsule)))?;
@@ -82,12 +86,18 @@ fn single(path: &Path) -> Result<Option<(PathBuf, Summary)>, CliError> {
 }
 
 /// The capsule in a directory, or the directory that is the capsule.
-fn directory(path: &Path) -> io::Result<CapsuleFiles> {
+///
+/// # Errors
+/// When a file cannot be read.
+pub fn directory(path: &Path) -> io::Result<CapsuleFiles> {
     capsule_root(path)?.map_or_else(|| Ok(CapsuleFiles::default()), |root| read_tree(&root))
 }
 
 /// The root filesystem or layer tree whose capsule a directory holds or is; none when it is neither.
-pub(super) fn capsule_root(path: &Path) -> io::Result<Option<PathBuf>> {
+///
+/// # Errors
+/// When the directory cannot be found.
+pub fn capsule_root(path: &Path) -> io::Result<Option<PathBuf>> {
     if path.join(capsule::ARTIFACT_PATH).exists() {
         return Ok(Some(path.to_owned()));
     }
@@ -97,8 +107,24 @@ pub(super) fn capsule_root(path: &Path) -> io::Result<Option<PathBuf>> {
     Ok(root.map(Path::to_owned))
 }
 
-async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
-    match capsule_layer(&args.address, &args.namespace, &args.capsule).await? {
+/// The capsule of an image; nothing when it has none.
+///
+/// # Errors
+/// There is no such image, or its layer cannot be read.
+pub async fn image(containerd: &Containerd, name: &str) -> Result<CapsuleFiles, ContainerdError> {
+    let image = BaseImage::read(containerd, name).await?;
+    capsule_files(containerd, &image).await
+}
+
+/// The capsule in an image's capsule layer; nothing when it has none.
+///
+/// # Errors
+/// When containerd does not deliver the layer, or it is no layer.
+pub async fn capsule_files(
+    containerd: &Containerd,
+    image: &BaseImage,
+) -> Result<CapsuleFiles, ContainerdError> {
+    match capsule_layer(containerd, image).await? {
         None => Ok(CapsuleFiles::default()),
         Some(file) => read_layer(BufReader::new(file))
             .map_err(|source| ContainerdError::Io { path: "the capsule layer".to_owned(), source }),
@@ -106,13 +132,13 @@ async fn image(args: &Args) -> Result<CapsuleFiles, ContainerdError> {
 }
 
 /// The compressed capsule layer of an image in an unnamed file; none when the image has none.
-pub(super) async fn capsule_layer(
-    address: &Path,
-    namespace: &str,
-    reference: &str,
+///
+/// # Errors
+/// When containerd does not deliver it.
+pub async fn capsule_layer(
+    containerd: &Containerd,
+    image: &BaseImage,
 ) -> Result<Option<File>, ContainerdError> {
-    let containerd = Containerd::connect(address, namespace).await?;
-    let image = BaseImage::read(&containerd, reference).await?;
     let Some(layer) = image.capsule_layer() else { return Ok(None) };
     let local = |source| ContainerdError::Io { path: format!("layer {layer}"), source };
     let mut file = tempfile().map_err(local)?;

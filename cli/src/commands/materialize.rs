@@ -22,7 +22,9 @@ use coldsnap::source::{Event, Limits};
 use coldsnap::store::NodeStore;
 use serde::Serialize;
 
+use super::capture::image::BaseImage;
 use super::inspect::{capsule_layer, capsule_root};
+use crate::containerd::{Containerd, ContainerdError};
 use crate::node::Node;
 use crate::output::{CliError, Output};
 
@@ -161,8 +163,12 @@ fn documents(args: &Args) -> Result<CapsuleDocuments, CliError> {
         return Ok(CapsuleDocuments::read(&root)?);
     }
     let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-    let layer = runtime.block_on(capsule_layer(&args.address, &args.namespace, name));
-    let layer = layer.map_err(|e| CliError::new("Containerd", e))?;
+    let layer = runtime.block_on(async {
+        let containerd = Containerd::connect(&args.address, &args.namespace).await?;
+        let image = BaseImage::read(&containerd, name).await?;
+        capsule_layer(&containerd, &image).await
+    });
+    let layer = layer.map_err(|e: ContainerdError| CliError::new("Containerd", e))?;
     let layer = layer.ok_or_else(|| CliError::new("NotACapsule", format!("{name} has no capsule layer")))?;
     let files = read_layer_with(BufReader::new(layer), is_document, MAX_DOCUMENT_BYTES).map_err(io)?;
     Ok(CapsuleDocuments::from_layer(files)?)

@@ -3,8 +3,12 @@
 pub mod capabilities;
 pub mod capture;
 pub mod check;
+pub mod config;
 pub mod doctor;
 pub mod inspect;
 pub mod materialize;
+pub mod overlay;
 pub mod payload;
+pub mod publish_native;
+pub mod rm;
 pub mod verify;

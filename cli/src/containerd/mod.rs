@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 pub use content::Blob;
-pub use tasks::CheckpointOptions;
+pub use tasks::{CheckpointOptions, runtime_binary};
 
 /// How long what an interrupted command wrote may stay before containerd collects it.
 const LEASE_LIFETIME: Duration = Duration::from_secs(3600);
@@ -166,6 +166,39 @@ impl Containerd {
             Err(status) if status.code() == Code::NotFound => Ok(None),
             Err(status) => Err(failed(format!("find image {name}"))(status)),
         }
+    }
+
+    /// Every image.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub async fn images(&self) -> Result<Vec<api::Image>, ContainerdError> {
+        let mut client = api::images_client::ImagesClient::new(self.channel.clone());
+        let request = api::ListImagesRequest { filters: Vec::new() };
+        let answer = client.list(self.request(request)).await.map_err(failed("list its images"))?;
+        Ok(answer.into_inner().images)
+    }
+
+    /// Removes the image `name` and collects what only it needed.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub async fn remove_image(&self, name: &str) -> Result<(), ContainerdError> {
+        let mut client = api::images_client::ImagesClient::new(self.channel.clone());
+        let request = api::DeleteImageRequest { name: name.to_owned(), sync: true, target: None };
+        client.delete(self.request(request)).await.map_err(failed(format!("remove image {name}")))?;
+        Ok(())
+    }
+
+    /// Every container.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub async fn containers(&self) -> Result<Vec<api::Container>, ContainerdError> {
+        let mut client = api::containers_client::ContainersClient::new(self.channel.clone());
+        let request = api::ListContainersRequest { filters: Vec::new() };
+        let answer = client.list(self.request(request)).await.map_err(failed("list its containers"))?;
+        Ok(answer.into_inner().containers)
     }
 
     /// Creates the image or lets its name point to another target.

@@ -139,6 +139,18 @@ impl Containerd {
         applied
     }
 
+    /// Unpacks one layer into what `mounts` name; of one overlay mount it is the upper layer.
+    ///
+    /// # Errors
+    /// When the request fails.
+    pub async fn apply(&self, layer: Descriptor, mounts: Vec<Mount>) -> Result<(), ContainerdError> {
+        let mut client = api::diff_client::DiffClient::new(self.channel.clone());
+        let action = format!("unpack layer {}", layer.digest);
+        let apply = api::ApplyRequest { diff: Some(layer), mounts, ..Default::default() };
+        client.apply(self.request(apply)).await.map_err(failed(action))?;
+        Ok(())
+    }
+
     async fn apply_and_commit(
         &self,
         snapshotter: &str,
@@ -147,10 +159,7 @@ impl Containerd {
         key: &str,
         chain_id: &str,
     ) -> Result<(), ContainerdError> {
-        let mut client = api::diff_client::DiffClient::new(self.channel.clone());
-        let action = format!("unpack layer {}", layer.digest);
-        let apply = api::ApplyRequest { diff: Some(layer), mounts, ..Default::default() };
-        client.apply(self.request(apply)).await.map_err(failed(action))?;
+        self.apply(layer, mounts).await?;
         let commit = snap::CommitSnapshotRequest {
             snapshotter: snapshotter.to_owned(),
             name: chain_id.to_owned(),

@@ -31,6 +31,22 @@ pub struct CheckpointOptions {
     pub work_path: String,
 }
 
+/// What is read of `containerd.runc.v1.Options`.
+#[derive(Clone, PartialEq, Message)]
+struct RuntimeOptions {
+    /// Name or path of the OCI runtime.
+    #[prost(string, tag = "6")]
+    binary_name: String,
+}
+
+/// The OCI runtime's binary that runs a container: the one of its options, else `runc`.
+pub fn runtime_binary(container: &api::Container) -> String {
+    let options = container.runtime.as_ref().and_then(|runtime| runtime.options.as_ref());
+    let options = options.filter(|any| any.type_url.ends_with("containerd.runc.v1.Options"));
+    let options = options.and_then(|any| RuntimeOptions::decode(any.value.as_slice()).ok());
+    options.map(|o| o.binary_name).filter(|name| !name.is_empty()).unwrap_or_else(|| "runc".to_owned())
+}
+
 impl Containerd {
     fn tasks(&self) -> api::tasks_client::TasksClient<tonic::transport::Channel> {
         api::tasks_client::TasksClient::new(self.channel.clone())

@@ -6,10 +6,12 @@
 mod cold;
 mod commands;
 mod guests;
+mod overlay;
 mod recovery;
 mod refusals;
 mod restarts;
 mod restore;
+mod workers;
 
 use std::path::Path;
 use std::sync::OnceLock;

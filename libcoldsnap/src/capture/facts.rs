@@ -7,11 +7,13 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::scope::MappingScope;
+use crate::format::descriptor::is_id;
+use crate::format::document;
 
 /// The only format of `capture.json`.
 pub const FORMAT: u32 = 1;
 /// Larger is not one of ours.
-const MAX_BYTES: u64 = 4 << 20;
+pub(crate) const MAX_BYTES: u64 = 4 << 20;
 
 /// Facts of one capture.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,7 +134,8 @@ impl CaptureFacts {
     /// When a field is missing, unknown, of another type, or the format is another one.
     pub fn parse(path: &str, bytes: &[u8]) -> Result<Self, FactsError> {
         let malformed = |reason: String| FactsError::Malformed { path: path.to_owned(), reason };
-        let facts: Self = serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))?;
+        let facts: Self = document::parse("capture.json", bytes)
+            .map_err(|e| malformed(format!("{}: {}", e.field, e.problem)))?;
         if facts.format != FORMAT {
             return Err(malformed(format!("format {} is not {FORMAT}", facts.format)));
         }
@@ -140,6 +143,10 @@ impl CaptureFacts {
             if image.name.contains('/') || image.name.starts_with('.') {
                 return Err(malformed(format!("{:?} is not an image name", image.name)));
             }
+        }
+        // It becomes part of a path.
+        if let Some(worker) = facts.workers.iter().find(|worker| !is_id(&worker.id)) {
+            return Err(malformed(format!("workers: {:?} is not an id", worker.id)));
         }
         Ok(facts)
     }
@@ -167,5 +174,42 @@ impl CaptureFacts {
         let mut bytes = serde_json::to_vec_pretty(&serde_json::to_value(self)?)?;
         bytes.push(b'\n');
         Ok(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn parse(value: &Value) -> Result<CaptureFacts, FactsError> {
+        CaptureFacts::parse("capture.json", value.to_string().as_bytes())
+    }
+
+    #[test]
+    fn every_broken_rule_is_named() {
+        let sample: Value = serde_json::from_str(include_str!("../../tests/samples/capture.json")).unwrap();
+        parse(&sample).unwrap();
+        for (pointer, wrong, named) in [
+            ("/format", json!(2), "format 2"),
+            ("/page_size", json!("x"), "page_size: "),
+            ("/images/0/bytes", json!(-1), "images[0].bytes: "),
+            ("/images/0/name", json!("../x"), "not an image name"),
+            ("/images/0/name", json!(".x"), "not an image name"),
+            ("/workers/0/id", json!("../../etc"), "workers: \"../../etc\" is not an id"),
+            ("/workers/0/id", json!("/etc"), "is not an id"),
+            ("/scope", json!("some"), "scope: "),
+            ("/tools", json!({}), "missing field"),
+            ("/process/surprise", json!(1), "unknown field `surprise`"),
+        ] {
+            let mut changed = sample.clone();
+            match changed.pointer_mut(pointer) {
+                Some(place) => *place = wrong,
+                None => changed["process"]["surprise"] = wrong,
+            }
+            let text = parse(&changed).unwrap_err().to_string();
+            assert!(text.contains("capture.json") && text.contains(named), "{pointer}: {text}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::checkpoint::{Checkpoint, CheckpointError};
-use super::content_match::{ContentMatcher, MatchError, MatchOptions};
+use super::content_match::{ContentMatcher, MatchError, MatchOptions, MatchedRun};
 use super::descriptor;
 use super::earlier::{Earlier, EarlierError};
 use super::facts::{
@@ -195,8 +195,17 @@ pub fn capture(
     let matcher = request.checkpoint.map(|c| ContentMatcher::new(c, options)).transpose()?;
     let mut planned = Vec::new();
     for process in &dump.processes {
-        planned.push(PlannedWorker::plan(process, &earlier, matcher.as_ref(), scope)?);
+        planned.push(PlannedWorker::plan(process, &earlier, matcher.as_ref(), &[], scope)?);
         progress.advance(process.pages.len() as u64);
+    }
+    // Of all processes together: shards of one model lie in several.
+    let mut matched: Vec<MatchedRun> = planned.iter().flat_map(|w| w.matched.iter().copied()).collect();
+    for worker in planned.iter_mut().filter(|w| w.matched.is_empty() && w.kept.is_none()) {
+        if matched.is_empty() {
+            break;
+        }
+        *worker = PlannedWorker::plan(worker.process, &earlier, matcher.as_ref(), &matched, scope)?;
+        matched.extend(&worker.matched);
     }
     if let Some(checkpoint) = request.checkpoint {
         // Else the recovery manifest would point at bytes that are no longer there.
@@ -256,13 +265,9 @@ pub fn capture(
             entry.1 &= done.payload_reused;
         }
     }
-    let all_kept = planned.iter().any(|w| w.kept.is_some()) && planned.iter().all(|w| w.matched_bytes == 0);
-    let matched = planned.iter().map(|w| w.matched_bytes).max().unwrap_or(0);
-    #[expect(clippy::cast_precision_loss, reason = "a share for people")]
-    let ratio = request
-        .checkpoint
-        .filter(|c| !all_kept && c.tensor_bytes() > 0)
-        .map(|c| matched as f64 / c.tensor_bytes() as f64);
+    let all_kept = planned.iter().any(|w| w.kept.is_some()) && matched.is_empty();
+    let ratio =
+        matcher.filter(|m| !all_kept && m.checkpoint().tensor_bytes() > 0).map(|m| m.matched_ratio(&matched));
     Ok(CaptureReport {
         capture_id: request.capture_id.clone(),
         artifact,

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::checkpoint::Checkpoint;
-use super::content_match::{self, ContentMatcher, MemoryRegion};
+use super::content_match::{self, ContentMatcher, MatchedRun, MemoryRegion};
 use super::earlier::{Earlier, KeptPayload};
 use super::plan::{Plan, plan};
 use super::progress::Progress;
@@ -40,8 +40,8 @@ pub struct PlannedWorker<'a> {
     /// A payload that it maps since its restore.
     pub kept: Option<KeptPayload<'a>>,
     model: Vec<content_match::ModelExtent>,
-    /// Tensor bytes of the checkpoint that were found.
-    pub matched_bytes: u64,
+    /// Where the checkpoint was found in its memory.
+    pub matched: Vec<MatchedRun>,
 }
 
 /// A process whose payload and residual are written.
@@ -71,27 +71,28 @@ pub struct FileIds {
 }
 
 impl<'a> PlannedWorker<'a> {
-    /// Finds what is model-owned and decides what is mapped.
+    /// Finds what is model-owned and decides what is mapped. `elsewhere` is where the other processes hold the model.
     pub fn plan(
         process: &'a ProcessImages,
         earlier: &'a Earlier,
         matcher: Option<&ContentMatcher<'_>>,
+        elsewhere: &[MatchedRun],
         scope: MappingScope,
     ) -> Result<Self, CaptureError> {
         let kept = earlier.kept(process);
         let memory = memory_of(process, &earlier.dissolved(kept.as_ref()))?;
         let id = earlier.worker_of(process).map_or_else(|| format!("w{}", process.pid), str::to_owned);
-        let (model, matched_bytes) = match matcher {
+        let (model, matched) = match matcher {
             Some(matcher) if kept.is_none() => {
-                let (model, matched) = find_model(process, &memory, earlier, matcher)?;
+                let (model, matched) = find_model(process, &memory, earlier, matcher, elsewhere)?;
                 (distinct(model), matched)
             }
-            _ => (Vec::new(), 0),
+            _ => (Vec::new(), Vec::new()),
         };
         let ranges: Vec<Range<u64>> = model.iter().map(|m| m.address..m.address + m.len).collect();
         let plan = plan(&memory, &ranges, scope);
         let model = model.into_iter().filter(|m| plan.model.iter().any(|r| r.start == m.address)).collect();
-        Ok(Self { id, process, memory, plan, kept, model, matched_bytes })
+        Ok(Self { id, process, memory, plan, kept, model, matched })
     }
 
     /// Whether anything of the process is mapped.
@@ -351,7 +352,8 @@ fn find_model(
     memory: &ProcessMemory,
     earlier: &Earlier,
     matcher: &ContentMatcher<'_>,
-) -> Result<(Vec<content_match::ModelExtent>, u64), CaptureError> {
+    elsewhere: &[MatchedRun],
+) -> Result<(Vec<content_match::ModelExtent>, Vec<MatchedRun>), CaptureError> {
     let bytes = earlier.bytes();
     let mut regions: Vec<MemoryRegion<'_>> = Vec::new();
     let mut previous: Option<crate::criu::runs::PageRun> = None;
@@ -372,9 +374,9 @@ fn find_model(
         regions.push(MemoryRegion { address: start, data });
         previous = Some(whole);
     }
-    let runs = matcher.find(&regions)?.runs;
+    let runs = matcher.find_beside(&regions, elsewhere)?.runs;
     let extents = content_match::model_extents(&runs, matcher.checkpoint(), &regions, PAGE_SIZE)?;
-    Ok((extents, matcher.matched_bytes(&runs)))
+    Ok((extents, runs))
 }
 
 /// A second copy of the same tensors has the same semantic id; ids name an extent, so only the first copy is the

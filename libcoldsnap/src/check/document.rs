@@ -144,12 +144,16 @@ struct Marks {
 }
 
 impl Document {
-    /// Reads a document of any kind; `None` when the file is no JSON object.
+    /// Reads a document of any kind; `None` when the file is no JSON object or has a pack's name.
     ///
     /// # Errors
     /// `Io`, `Unrecognized` for JSON of another kind, and what is wrong with a document of a known one.
     pub fn read(path: &Path) -> Result<Option<Self>, CheckError> {
         let io = |source| CheckError::Io { path: path.to_owned(), source };
+        // A model's first bytes may be anything.
+        if path.extension().is_some_and(|extension| extension == "pack") {
+            return Ok(None);
+        }
         let mut file = File::open(path).map_err(io)?;
         let mut start = [0; 64];
         let read = file.read(&mut start).map_err(io)?;

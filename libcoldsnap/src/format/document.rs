@@ -73,6 +73,14 @@ pub(crate) fn parse<T: DeserializeOwned>(document: &'static str, bytes: &[u8]) -
     Ok(value)
 }
 
+/// Refuses more than `most` bytes.
+pub(crate) fn limit(document: &'static str, bytes: &[u8], most: u64) -> Result<(), FormatError> {
+    if bytes.len() as u64 <= most {
+        return Ok(());
+    }
+    Err(FormatError::new(document, ".", format!("{} bytes, more than {most}", bytes.len())))
+}
+
 /// As [`parse`], for documents that keep values unread: no key twice anywhere, and no integer that 64 bits cannot hold,
 /// because neither would survive.
 pub(crate) fn parse_exact<T: DeserializeOwned>(

@@ -14,6 +14,9 @@ use serde_json::value::RawValue;
 /// Lists and objects inside each other; the limit of `serde_json`, so that both accept the same documents.
 pub const MAX_DEPTH: usize = 127;
 
+/// Text of a value inside a document that is parsed at most; in memory it takes about sixteen times as much.
+pub const MAX_EMBEDDED_BYTES: usize = 16 << 20;
+
 /// The value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Json {
@@ -114,6 +117,10 @@ impl From<&Value> for Json {
 impl<'de> Deserialize<'de> for Json {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let raw = Box::<RawValue>::deserialize(deserializer)?;
+        if raw.get().len() > MAX_EMBEDDED_BYTES {
+            let problem = format!("{} bytes, more than {MAX_EMBEDDED_BYTES}", raw.get().len());
+            return Err(de::Error::custom(problem));
+        }
         Self::parse(raw.get().as_bytes()).map_err(de::Error::custom)
     }
 }

@@ -139,6 +139,7 @@ impl Overlay {
     /// # Errors
     /// Names the field and what is wrong with it.
     pub fn parse(bytes: &[u8]) -> Result<Self, DescriptorError> {
+        document::limit(DOCUMENT, bytes, super::artifact::MAX_BYTES)?;
         let overlay: Self = document::parse(DOCUMENT, bytes)?;
         overlay.check()?;
         Ok(overlay)

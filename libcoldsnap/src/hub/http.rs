@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 use ureq::http::{self, Method, Request, Response, header};
 use ureq::tls::{RootCerts, TlsConfig, TlsProvider};
-use ureq::{Agent, AsSendBody, Body};
+use ureq::{Agent, AsSendBody, Body, Proxy};
 
 use super::{Endpoint, Token};
 
@@ -90,8 +90,11 @@ impl Client {
             .root_certs(RootCerts::PlatformVerifier)
             .unversioned_rustls_crypto_provider(Arc::new(rustls::crypto::ring::default_provider()))
             .build();
+        // The token must not pass a proxy in the clear on its way to this machine.
+        let proxy = if token.is_some() && plain.is_some() { None } else { Proxy::try_from_env() };
         let agent = Agent::config_builder()
             .tls_config(tls)
+            .proxy(proxy)
             .http_status_as_error(false)
             .max_redirects(0)
             .max_redirects_will_error(false)

@@ -16,6 +16,13 @@ pub struct PlaceError {
     expected: &'static str,
 }
 
+impl PlaceError {
+    /// The stable name of the kind of error.
+    pub const fn kind(&self) -> &'static str {
+        "Malformed"
+    }
+}
+
 fn refuse<T>(text: &str, expected: &'static str) -> Result<T, PlaceError> {
     Err(PlaceError { text: text.to_owned(), expected })
 }

@@ -50,6 +50,13 @@ pub enum TokenError {
     },
 }
 
+impl TokenError {
+    /// The stable name of the kind of error.
+    pub const fn kind(&self) -> &'static str {
+        "Source"
+    }
+}
+
 impl Token {
     /// Reads the token from `file`; without one from the environment: `HF_TOKEN`, else the file that
     /// `HF_TOKEN_PATH` names, else none.
@@ -93,6 +100,8 @@ impl Token {
         Ok(Self(token.to_owned()))
     }
 
+    /// Value of the header `Authorization`.
+    #[cfg(feature = "sources")]
     pub(super) fn header(&self) -> String {
         format!("Bearer {}", self.0)
     }
@@ -115,7 +124,7 @@ mod tests {
         assert!(error.contains("0640") && !error.contains("hf_secret"), "{error}");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
         let token = Token::read(&path).unwrap();
-        assert_eq!(token.header(), "Bearer hf_secret");
+        assert_eq!(token, Token("hf_secret".to_owned()), "without the line's end");
         assert!(!format!("{token:?}").contains("secret"));
         for text in ["", " \n", "hf_a hf_b", "hf_a\nhf_b", "hf_\u{e4}"] {
             fs::write(&path, text).unwrap();

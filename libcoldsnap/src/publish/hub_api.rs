@@ -117,14 +117,13 @@ impl<'a> Api<'a> {
         Ok(())
     }
 
-    /// Where each object is uploaded.
-    pub(super) fn batch(&self, packs: &[&AdmittedPayload]) -> Result<Value, HttpError> {
+    /// Where an object is uploaded.
+    pub(super) fn batch(&self, pack: &AdmittedPayload) -> Result<Value, HttpError> {
         let url = format!("{}/{}.git/info/lfs/objects/batch", self.endpoint(), self.target.repository);
-        let objects: Vec<Value> =
-            packs.iter().map(|pack| json!({"oid": pack.digest().hex(), "size": pack.bytes()})).collect();
+        let object = json!({"oid": pack.digest().hex(), "size": pack.bytes()});
         let body = json!({
             "operation": "upload", "transfers": ["basic", "multipart"], "hash_algo": "sha256",
-            "ref": {"name": format!("refs/heads/{}", self.target.branch)}, "objects": objects,
+            "ref": {"name": format!("refs/heads/{}", self.target.branch)}, "objects": [object],
         });
         self.client.json(&Method::POST, &url, &super::upload::LFS, body.to_string())
     }

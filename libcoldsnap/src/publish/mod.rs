@@ -193,7 +193,7 @@ pub fn publish(
     let mut actions: BTreeMap<Digest, Action> = BTreeMap::new();
     actions.extend(packs.iter().map(|pack| (*pack.digest(), Action::Present)));
     actions.extend(missing.iter().map(|pack| (*pack.digest(), Action::Upload)));
-    let committed = !missing.is_empty();
+    let mut committed = options.dry_run && !missing.is_empty();
     let mut revision = head;
     if options.dry_run {
         revision = revision.filter(|_| missing.is_empty());
@@ -217,6 +217,7 @@ pub fn publish(
             match api.commit(&missing, parent) {
                 Ok(commit) => {
                     revision = Some(commit);
+                    committed = true;
                     break;
                 }
                 // Somebody else committed meanwhile, perhaps the same payloads.

@@ -57,12 +57,13 @@ impl Uploader<'_> {
             samples.push((*pack, STANDARD.encode(&sample[..n])));
         }
         self.api.announce(&samples).map_err(hub)?;
-        let answer = self.api.batch(packs).map_err(hub)?;
         let mut there = Vec::new();
         for pack in packs {
             if (self.cancelled)() {
                 return Err(PublishError::Cancelled);
             }
+            // Asked for one after the other, because the addresses expire.
+            let answer = self.api.batch(pack).map_err(hub)?;
             match self.object(pack, &answer) {
                 Ok(true) => {}
                 Ok(false) => there.push(*pack.digest()),

@@ -4,7 +4,7 @@ use super::{DirectorySource, HubSource, Source};
 use crate::config::{Config, SourceConfig};
 use crate::format::artifact::Artifact;
 use crate::hub::http::HttpError;
-use crate::hub::{Endpoint, Place, PlaceError, Token, TokenError};
+use crate::hub::{Endpoint, Place, PlaceError, Repository, Token, TokenError};
 
 /// A configured source cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -44,14 +44,14 @@ pub fn sources_for(
     let published = artifact.and_then(|artifact| artifact.weights.model_payloads.as_ref());
     if let Some(published) = published.filter(|published| !published.repository.is_empty()) {
         let (repository, revision) = (published.repository.clone(), published.revision.clone());
-        let source = SourceConfig::HuggingFace { repository, revision, endpoint: None, token_file: None };
-        match open_source(config, &source) {
-            Ok(source) => sources.push(source),
-            // Others may publish elsewhere than on a hub.
-            Err(SourceError::Place(error)) => {
-                tracing::warn!(%error, "the artifact's publication is no source of this program");
+        match repository.parse::<Repository>() {
+            Ok(_) => {
+                let source =
+                    SourceConfig::HuggingFace { repository, revision, endpoint: None, token_file: None };
+                sources.push(open_source(config, &source)?);
             }
-            Err(error) => return Err(error),
+            // Others may publish elsewhere than on a hub.
+            Err(error) => tracing::warn!(%error, "the artifact's publication is no source of this program"),
         }
     }
     Ok(sources)

@@ -96,7 +96,8 @@ pub enum StoreError {
     Layout(#[from] LayoutError),
     /// Writing would fill the file system.
     #[error(
-        "not enough space in {}: the model payload needs {needed} bytes and {reserve} must stay free, {available} are free",
+        "not enough space in {}: the model payload needs {needed} bytes and {reserve} must stay free, {available} are free; \
+         remove payloads that nobody needs with coldsnap payload gc or rm",
         path.display()
     )]
     InsufficientSpace {

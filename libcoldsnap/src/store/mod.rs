@@ -9,6 +9,7 @@
 //! <root>/leases/<64hex>.<owner hash>.lease.json                         0600
 //! <root>/pins/<64hex>.pin.json                                          0600
 //! <root>/usage/<64hex>.last-used                                        0600, empty
+//! <root>/damaged/                                                       packs that a repair moved aside
 //! ```
 //!
 //! All exclusion is by flock, so that shim, snapshotter and CLI agree without talking to each other, and a killed

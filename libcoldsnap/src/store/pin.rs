@@ -36,6 +36,8 @@ impl NodeStore {
     /// When the payload is not here, or the file cannot be written.
     pub fn pin(&self, digest: &Digest, reason: Option<&str>) -> Result<bool, StoreError> {
         let directory = self.pin_directory();
+        // Before a lock is made for something that never was here.
+        self.open_payload(digest, None)?;
         // Whoever removes a payload holds the lock while it looks for a pin.
         let lock =
             self.lock(digest).map_err(StoreError::io("lock the payload", &self.payload_path(digest)))?;

@@ -22,15 +22,11 @@ impl NodeStore {
     /// # Errors
     /// When it is not here, leased, or pinned without `pinned`, or when the file system refuses.
     pub fn remove(&self, digest: &Digest, pinned: bool) -> Result<u64, StoreError> {
+        // Before a lock is made for something that never was here.
+        self.size_of(digest)?;
         let path = self.payload_path(digest);
-        let bytes = match fs::symlink_metadata(&path) {
-            Ok(metadata) => metadata.size(),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                return Err(AdmitError::NotFound { digest: *digest, path }.into());
-            }
-            Err(e) => return Err(StoreError::io("inspect", &path)(e)),
-        };
         let lock = self.lock(digest).map_err(StoreError::io("lock the payload", &path))?;
+        let bytes = self.size_of(digest)?;
         let owners = self.lease_owners(digest)?;
         if !owners.is_empty() {
             return Err(StoreError::Leased { digest: *digest, owners });
@@ -41,6 +37,17 @@ impl NodeStore {
         }
         self.remove_files(digest, &lock)?;
         Ok(bytes)
+    }
+
+    /// Size of what is at a payload's path.
+    fn size_of(&self, digest: &Digest) -> Result<u64, StoreError> {
+        let path = self.payload_path(digest);
+        match fs::symlink_metadata(&path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Err(AdmitError::NotFound { digest: *digest, path }.into())
+            }
+            result => result.map(|metadata| metadata.size()).map_err(StoreError::io("inspect", &path)),
+        }
     }
 
     /// Who has a lease on a payload.

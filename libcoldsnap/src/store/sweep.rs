@@ -30,12 +30,24 @@ impl NodeStore {
     /// # Errors
     /// When a directory cannot be read or a file not removed.
     pub fn sweep(&self) -> Result<usize, StoreError> {
+        self.sweep_if(|state| state == Temporary::Stale)
+    }
+
+    /// [`Self::sweep`] that also removes the beginnings of payloads with which a staging could go on.
+    ///
+    /// # Errors
+    /// As [`Self::sweep`].
+    pub fn sweep_interrupted(&self) -> Result<usize, StoreError> {
+        self.sweep_if(|state| matches!(state, Temporary::Stale | Temporary::Resumable))
+    }
+
+    fn sweep_if(&self, unwanted: impl Fn(Temporary) -> bool) -> Result<usize, StoreError> {
         let mut removed = 0;
         for directory in [self.payload_directory(), self.lease_directory(), self.pin_directory()] {
             for name in self.names_in(&directory)? {
                 let path = directory.join(&name);
                 let Some(name) = name.to_str() else { continue };
-                if self.remove_if_stale(name, &path).map_err(StoreError::io("inspect", &path))? {
+                if self.remove_if(name, &path, &unwanted).map_err(StoreError::io("inspect", &path))? {
                     removed += 1;
                 }
             }
@@ -45,8 +57,12 @@ impl NodeStore {
 
     /// Removes the file if it is a temporary without a living writer that nobody goes on with.
     pub(super) fn remove_if_stale(&self, name: &str, path: &Path) -> io::Result<bool> {
+        self.remove_if(name, path, |state| state == Temporary::Stale)
+    }
+
+    fn remove_if(&self, name: &str, path: &Path, unwanted: impl Fn(Temporary) -> bool) -> io::Result<bool> {
         let (state, _locked) = self.inspect(name, path)?;
-        if state == Temporary::Stale { remove(path) } else { Ok(false) }
+        if unwanted(state) { remove(path) } else { Ok(false) }
     }
 
     /// What a file of the store is to a sweep.

@@ -46,27 +46,46 @@ pub fn write_image(dir: &Path, name: &str, magic: Magic, entries: &[&dyn protobu
     fs::write(dir.join(name), bytes).unwrap();
 }
 
+/// One process of a dump: its pid, its areas, what is present, and those pages.
+pub struct Process<'a> {
+    pub pid: u32,
+    pub vmas: Vec<VmaEntry>,
+    pub pagemap: &'a [PagemapEntry],
+    pub pages: &'a [u8],
+}
+
 /// Writes the images of process 1 with these areas and pages.
 pub fn write_process(dir: &Path, vmas: Vec<VmaEntry>, pagemap: &[PagemapEntry], pages: &[u8]) {
-    let mut mm = MmEntry::new();
-    mm.set_exe_file_id(1);
-    mm.vmas = vmas;
-    write_image(dir, "mm-1.img", Magic::Mm, &[&mm]);
-    let mut head = PagemapHead::new();
-    head.set_pages_id(1);
-    let mut entries: Vec<&dyn protobuf::MessageDyn> = vec![&head];
-    entries.extend(pagemap.iter().map(|e| e as &dyn protobuf::MessageDyn));
-    write_image(dir, "pagemap-1.img", Magic::Pagemap, &entries);
-    fs::write(dir.join("pages-1.img"), pages).unwrap();
+    write_processes(dir, vec![Process { pid: 1, vmas, pagemap, pages }]);
+}
+
+/// Writes the images of several processes; the first is the parent of the others.
+pub fn write_processes(dir: &Path, processes: Vec<Process<'_>>) {
+    let mut tasks = Vec::new();
+    for process in processes {
+        let pid = process.pid;
+        let mut mm = MmEntry::new();
+        mm.set_exe_file_id(1);
+        mm.vmas = process.vmas;
+        write_image(dir, &format!("mm-{pid}.img"), Magic::Mm, &[&mm]);
+        let mut head = PagemapHead::new();
+        head.set_pages_id(pid);
+        let mut entries: Vec<&dyn protobuf::MessageDyn> = vec![&head];
+        entries.extend(process.pagemap.iter().map(|e| e as &dyn protobuf::MessageDyn));
+        write_image(dir, &format!("pagemap-{pid}.img"), Magic::Pagemap, &entries);
+        fs::write(dir.join(format!("pages-{pid}.img")), process.pages).unwrap();
+        let mut task = PstreeEntry::new();
+        task.set_pid(pid);
+        task.set_ppid(if tasks.is_empty() { 0 } else { 1 });
+        task.set_pgid(pid);
+        task.set_sid(1);
+        tasks.push(task);
+    }
     let mut inventory = InventoryEntry::new();
     inventory.set_img_version(2);
     write_image(dir, "inventory.img", Magic::Inventory, &[&inventory]);
-    let mut task = PstreeEntry::new();
-    task.set_pid(1);
-    task.set_ppid(0);
-    task.set_pgid(1);
-    task.set_sid(1);
-    write_image(dir, "pstree.img", Magic::Pstree, &[&task]);
+    let tasks: Vec<_> = tasks.iter().map(|t| t as &dyn protobuf::MessageDyn).collect();
+    write_image(dir, "pstree.img", Magic::Pstree, &tasks);
     let exe: FileEntry = regular_file(1, "/bin/x", 1, 1, 0o100_755);
     write_image(dir, "files.img", Magic::Files, &[&exe]);
     let root: MntEntry = external_bind(1, 0, "/");

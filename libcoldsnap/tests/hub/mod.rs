@@ -418,6 +418,10 @@ impl State {
         if !request.query.contains("Signature=") {
             return bad(403, "", "not signed");
         }
+        // Storage services take no body of unknown length.
+        if request.method == "PUT" && request.header("content-length").is_none() {
+            return bad(411, "", "MissingContentLength");
+        }
         let parts: Vec<&str> = request.path.split('/').skip(1).collect();
         match (request.method.as_str(), parts.as_slice()) {
             ("GET", ["objects", hex]) => self.object(hex, request),

@@ -225,6 +225,19 @@ async fn requests_that_cannot_be_used_are_refused() {
     shim.shut_down().await;
 }
 
+#[tokio::test]
+async fn annotations_with_other_values_are_refused() {
+    let shim = Shim::start("exec sleep 1000").await;
+    for key in ["coldsnap.io/restore", "coldsnap.io/overlay"] {
+        let spec = format!(r#"{{"root":{{"path":"rootfs"}},"annotations":{{"{key}":"sometimes"}}}}"#);
+        std::fs::write(shim.path("bundle/config.json"), spec).unwrap();
+        let error = shim.task.create(context::Context::default(), &shim.create_request()).await.unwrap_err();
+        assert!(error.to_string().contains(key), "{error}");
+        assert_eq!(code::<()>(Err(error)), Code::INVALID_ARGUMENT);
+    }
+    shim.shut_down().await;
+}
+
 #[test]
 fn the_binary_describes_itself() {
     let run = |arguments: &[&str], path: &Path| {

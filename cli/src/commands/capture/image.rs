@@ -87,6 +87,11 @@ impl BaseImage {
         Some(text(layer, "digest").to_owned())
     }
 
+    /// An annotation of the manifest.
+    pub fn annotation(&self, name: &str) -> Option<&str> {
+        self.manifest.get("annotations")?.get(name)?.as_str()
+    }
+
     /// The layers without an earlier capsule layer.
     fn layers(&self) -> Result<Vec<ImageLayer>, ContainerdError> {
         let descriptors = self.manifest.get("layers").and_then(Value::as_array).cloned().unwrap_or_default();
@@ -136,7 +141,10 @@ pub async fn write(
         "mediaType": MANIFEST_TYPE,
         "config": descriptor(CONFIG_TYPE, &config),
         "layers": layers.iter().map(|l| l.descriptor.clone()).collect::<Vec<_>>(),
-        "annotations": { (capsule::IMAGE_LABEL): target.artifact.to_string() },
+        "annotations": {
+            (capsule::IMAGE_LABEL): target.artifact.to_string(),
+            (capsule::CAPTURE_LABEL): target.attempt,
+        },
     });
     let mut labels: HashMap<String, String> = layers
         .iter()
@@ -165,7 +173,10 @@ pub async fn write(
     containerd
         .put_image(api::Image {
             name: target.reference.to_owned(),
-            labels: HashMap::from([(capsule::IMAGE_LABEL.to_owned(), target.artifact.to_string())]),
+            labels: HashMap::from([
+                (capsule::IMAGE_LABEL.to_owned(), target.artifact.to_string()),
+                (capsule::CAPTURE_LABEL.to_owned(), target.attempt.to_owned()),
+            ]),
             target: Some(Descriptor {
                 media_type: MANIFEST_TYPE.to_owned(),
                 digest: manifest.digest.to_string(),
@@ -188,7 +199,7 @@ pub struct Target<'a> {
     pub snapshotter: &'a str,
     /// Digest of the artifact descriptor.
     pub artifact: &'a Digest,
-    /// Unique text for this attempt.
+    /// Id of the capture.
     pub attempt: &'a str,
 }
 

@@ -1,33 +1,28 @@
 //! `coldsnap capture`: a running container becomes a capsule image and a payload in the node store.
 
 pub mod image;
+pub mod job;
 mod spec;
 mod staging;
 
 use std::io;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::path::PathBuf;
+use std::time::Instant;
 
-use coldsnap::capsule;
-use coldsnap::capture::checkpoint::{Checkpoint, CheckpointError};
-use coldsnap::capture::facts::{CheckpointFacts, ProcessFacts, Tools};
-use coldsnap::capture::layer::{Layer, write_layer};
-use coldsnap::capture::preflight::{Finding, preflight};
-use coldsnap::capture::run::{CaptureError, CaptureReport, CaptureRequest, capture};
+use coldsnap::capture::checkpoint::CheckpointError;
+use coldsnap::capture::preflight::Finding;
+use coldsnap::capture::run::{CaptureError, CaptureReport};
 use coldsnap::capture::scope::MappingScope;
-use coldsnap::capture::source::model_source;
-use coldsnap::recover::locate;
+use coldsnap::node::NodeError;
+use coldsnap::overlay::OverlayError;
 use coldsnap::store::{NodeStore, StoreError};
-use containerd_client::types::Descriptor;
 use serde::Serialize;
 
-use crate::containerd::{CheckpointOptions, Containerd, ContainerdError};
+use crate::containerd::ContainerdError;
 use crate::node::Node;
-use crate::output::{CliError, Output, Progress};
-use crate::tools;
-use image::{BaseImage, DIFF_LAYER_TYPE, ProcessConfig, Target};
-use spec::SpecFacts;
-use staging::{Frozen, Staging};
+use crate::output::{CliError, Output};
+use image::{ProcessConfig, Target};
+use job::{Job, Request, interrupted};
 
 /// Capture a running container: write its model's bytes into the node store and everything else into a
 /// capsule image, from which `ctr run` with the coldsnap runtime restores it.
@@ -102,6 +97,12 @@ pub enum CaptureCommandError {
     Store(#[from] StoreError),
     #[error("cannot {action} {}: {source}", path.display())]
     Io { action: &'static str, path: PathBuf, source: io::Error },
+    #[error(transparent)]
+    Overlay(#[from] OverlayError),
+    #[error(transparent)]
+    Node(#[from] NodeError),
+    #[error("the overlay's layers cannot be mounted: {0}")]
+    Layers(String),
     #[error("interrupted by a signal")]
     Interrupted,
     #[error("a part of the capture panicked: {0}")]
@@ -125,6 +126,9 @@ impl CaptureCommandError {
             Self::Capture(_) => "Capture",
             Self::Store(_) => "Store",
             Self::Io { .. } => "Io",
+            Self::Overlay(source) => source.kind(),
+            Self::Node(_) => "Node",
+            Self::Layers(_) => "Layers",
             Self::Interrupted => "Interrupted",
             Self::Panicked(_) => "Panicked",
         }
@@ -184,278 +188,57 @@ fn megabytes(bytes: u64) -> f64 {
     bytes as f64 / 1e6
 }
 
-/// Shows the phases of a capture as progress bars.
-struct Bars {
-    output: Output,
-    bar: Option<Progress>,
-}
-
-impl coldsnap::capture::progress::Progress for Bars {
-    fn begin(&mut self, phase: &'static str, total: u64) {
-        self.bar = None;
-        self.bar = Some(self.output.progress(phase, total));
-    }
-
-    fn advance(&mut self, bytes: u64) {
-        if let Some(bar) = &mut self.bar {
-            bar.advance(bytes);
-        }
-    }
-}
-
 async fn capture_container(
     args: Args,
     store: NodeStore,
     output: Output,
 ) -> Result<CaptureOutput, CaptureCommandError> {
     let began = Instant::now();
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let capture_id = format!("cap-{}-{}", now.as_millis(), std::process::id());
-    let containerd = Containerd::connect(&args.address, &args.namespace).await?;
-    clean_up_after_others(&args, &store).await?;
-
-    let container = containerd.container(&args.container).await?;
-    let runtime = container.runtime.as_ref().map(|r| r.name.clone()).unwrap_or_default();
-    if !runtime.contains("coldsnap") {
-        return Err(CaptureCommandError::Runtime { container: args.container, runtime });
-    }
-    let spec_bytes = container.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
-    let facts = SpecFacts::parse(spec_bytes).map_err(CaptureCommandError::Spec)?;
-    let pid = containerd.task_pid(&args.container).await?;
-    let findings = preflight(&containerd.pids(&args.container).await?);
-    if !findings.is_empty() {
-        return Err(CaptureCommandError::NotDumpable(findings));
-    }
-    let base = BaseImage::read(&containerd, &container.image).await?;
-    let checkpoint = if args.model.is_empty() { None } else { Some(Checkpoint::open_all(&args.model)?) };
-
-    let staging = Staging::create(&store, &capture_id).map_err(|source| CaptureCommandError::Io {
-        action: "stage the capture in",
-        path: store.root().into(),
-        source,
-    })?;
-    let mut job = Job {
-        args,
-        output,
-        store,
-        containerd,
-        container,
-        facts,
-        base,
-        checkpoint,
-        staging,
-        capture_id,
-        pid,
-        now,
+    let request = Request {
+        container: args.container,
+        image: Some(args.image.clone()),
+        model: args.model,
+        leave_running: args.leave_running,
+        scope: args.scope,
+        tcp_established: args.tcp_established,
+        address: args.address,
+        namespace: args.namespace,
     };
-    job.containerd.take_lease(&format!("coldsnap-{}", job.capture_id)).await?;
+    let mut job = Job::begin(request, store, output).await?;
     let result = tokio::select! {
-        result = job.run(began) => result,
+        result = finish(&mut job, &args.image, began) => result,
         () = interrupted() => Err(CaptureCommandError::Interrupted),
     };
-    if result.is_err() {
-        // Also when the container was not frozen: resuming a running container is refused and harmless.
-        let _ = job.containerd.resume(&job.args.container).await;
-    }
-    let _ = job.containerd.release_lease().await;
+    job.end(result.is_err()).await;
     result
 }
 
-async fn interrupted() {
-    use tokio::signal::unix::{SignalKind, signal};
-    match (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) {
-        (Ok(mut int), Ok(mut term)) => {
-            tokio::select! { _ = int.recv() => {}, _ = term.recv() => {} }
-        }
-        _ => std::future::pending().await,
-    }
-}
-
-/// Removes what killed captures left and thaws the containers that they froze.
-async fn clean_up_after_others(args: &Args, store: &NodeStore) -> Result<(), CaptureCommandError> {
-    let error = |source| CaptureCommandError::Io { action: "clean up", path: store.root().into(), source };
-    for frozen in staging::sweep(store).map_err(error)? {
-        let Frozen { namespace, container } = &frozen;
-        tracing::warn!(
-            namespace,
-            container,
-            "an interrupted capture left this container frozen; it is resumed"
-        );
-        let containerd = Containerd::connect(&args.address, namespace).await?;
-        let _ = containerd.resume(container).await;
-    }
-    store.sweep()?;
-    Ok(())
-}
-
-struct Job {
-    args: Args,
-    output: Output,
-    store: NodeStore,
-    containerd: Containerd,
-    container: containerd_client::services::v1::Container,
-    facts: SpecFacts,
-    base: BaseImage,
-    checkpoint: Option<Checkpoint>,
-    staging: Staging,
-    capture_id: String,
-    pid: u32,
-    now: Duration,
-}
-
-impl Job {
-    async fn run(&mut self, began: Instant) -> Result<CaptureOutput, CaptureCommandError> {
-        let (changes, freeze_seconds) = self.dump().await?;
-        let (report, layer) = self.build_capsule().await?;
-        let image_digest = image::write(
-            &self.containerd,
-            &self.base,
-            &changes,
-            (&self.staging.layer_file(), &layer),
-            &ProcessConfig { args: &self.facts.args, env: &self.facts.env, cwd: &self.facts.cwd },
-            &Target {
-                reference: &self.args.image,
-                snapshotter: &self.container.snapshotter,
-                artifact: &report.artifact,
-                attempt: &self.capture_id,
-            },
-        )
-        .await?;
-        if !self.args.leave_running {
-            self.containerd.kill_and_wait(&self.args.container).await?;
-        }
-        Ok(CaptureOutput {
-            image: self.args.image.clone(),
-            image_digest: image_digest.to_string(),
-            layer_bytes: layer.bytes,
-            capture_seconds: began.elapsed().as_secs_f64(),
-            freeze_seconds,
-            left_running: self.args.leave_running,
-            report,
-        })
-    }
-
-    /// Freezes the container, dumps its processes and what it changed on disk. It goes on afterwards only with
-    /// `--leave-running`; else it stays frozen until the capsule is complete, so that a failure loses nothing.
-    async fn dump(&mut self) -> Result<(Descriptor, f64), CaptureCommandError> {
-        let id = self.args.container.clone();
-        let frozen = Frozen { namespace: self.args.namespace.clone(), container: id.clone() };
-        let staging_error =
-            |path: PathBuf| move |source| CaptureCommandError::Io { action: "write into", path, source };
-        self.staging.note_frozen(&frozen).map_err(staging_error(self.staging.dump()))?;
-        let began = Instant::now();
-        self.containerd.pause(&id).await?;
-        let options = CheckpointOptions {
-            open_tcp: self.args.tcp_established,
-            external_unix_sockets: true,
-            terminal: self.facts.terminal,
-            file_locks: true,
-            image_path: self.staging.dump().display().to_string(),
-            work_path: self.staging.work().display().to_string(),
-            ..Default::default()
-        };
-        if let Err(error) = self.containerd.checkpoint(&id, &options).await {
-            let lines = coldsnap::criu::log::decisive_lines(&self.staging.work().join("dump.log"));
-            let quoted = lines.iter().any(|line| error.to_string().contains(line.as_str()));
-            let hint = (!lines.is_empty() && !quoted).then(|| format!("; CRIU says: {}", lines.join("; ")));
-            return Err(CaptureCommandError::Dump(error, hint));
-        }
-        let changes = self.changes().await?;
-        let freeze_seconds = began.elapsed().as_secs_f64();
-        if self.args.leave_running {
-            self.containerd.resume(&id).await?;
-            self.staging.note_thawed().map_err(staging_error(self.staging.dump()))?;
-        }
-        Ok((changes, freeze_seconds))
-    }
-
-    /// The container's changed files as a layer in the content store.
-    async fn changes(&self) -> Result<Descriptor, ContainerdError> {
-        let (snapshotter, key) = (&self.container.snapshotter, &self.container.snapshot_key);
-        let parent = self.containerd.snapshot_parent(snapshotter, key).await?.unwrap_or_default();
-        let upper = self.containerd.snapshot_mounts(snapshotter, key).await?;
-        let view = format!("{}-parent", self.capture_id);
-        let lower = self.containerd.view_snapshot(snapshotter, &view, &parent).await?;
-        let changes = self.containerd.diff(lower, upper, DIFF_LAYER_TYPE).await;
-        self.containerd.remove_snapshot(snapshotter, &view).await?;
-        changes
-    }
-
-    /// Where the container has the files of `--model`, for a recovery in a container with the same mounts. `root` is
-    /// the container's root.
-    fn checkpoint_seen(&self, root: &Path) -> Vec<CheckpointFacts> {
-        let spec = self.container.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
-        let spec: serde_json::Value = serde_json::from_slice(spec).unwrap_or_default();
-        let binds = locate::binds(&spec);
-        let models = self.args.model.iter();
-        models.filter_map(|path| locate::seen_by_container(path, root, &binds)).collect()
-    }
-
-    /// Payload, residual, images, descriptor, layer: everything that needs no containerd, off the async threads.
-    async fn build_capsule(&mut self) -> Result<(CaptureReport, Layer), CaptureCommandError> {
-        let checkpoint = self.checkpoint.take();
-        let first = self.args.model.first().cloned();
-        let (store, output) = (self.store.clone(), self.output);
-        let (dump, layer_root, layer_file) =
-            (self.staging.dump(), self.staging.layer(), self.staging.layer_file());
-        let root = PathBuf::from(format!("/proc/{}/root", self.pid));
-        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-        let request = OwnedRequest {
-            capture_id: self.capture_id.clone(),
-            created_unix_ns: u64::try_from(self.now.as_nanos()).unwrap_or(u64::MAX),
-            host,
-            scope: self.args.scope,
-            keep_tcp: self.args.tcp_established,
-            process: ProcessFacts { args: self.facts.args.clone(), terminal: self.facts.terminal },
-            binds: self.facts.binds.clone(),
-            checkpoint_seen: self.checkpoint_seen(&root),
-            image_reference: self.args.image.clone(),
-        };
-        let work = move || -> Result<(CaptureReport, Layer), CaptureCommandError> {
-            let tools = Tools {
-                coldsnap: env!("CARGO_PKG_VERSION").to_owned(),
-                criu: tools::version("criu").unwrap_or_default(),
-                runtime: tools::version("runc").unwrap_or_default(),
-            };
-            let model_source = first.zip(checkpoint.as_ref()).map(|(path, c)| model_source(&path, c));
-            let request = CaptureRequest {
-                capture_id: request.capture_id,
-                created_unix_ns: request.created_unix_ns,
-                host: request.host,
-                dump_dir: &dump,
-                container_root: &root,
-                layer_root: &layer_root,
-                store: &store,
-                checkpoint: checkpoint.as_ref(),
-                model_source,
-                checkpoint_seen: request.checkpoint_seen,
-                scope: request.scope,
-                keep_tcp: request.keep_tcp,
-                process: request.process,
-                binds: request.binds,
-                tools,
-                image_reference: request.image_reference,
-            };
-            let report = capture(&request, &mut Bars { output, bar: None })?;
-            let layer = write_layer(&layer_root, Path::new(capsule::CAPSULE_DIR), &layer_file)
-                .map_err(|source| CaptureCommandError::Io { action: "write", path: layer_file, source })?;
-            Ok((report, layer))
-        };
-        match tokio::task::spawn_blocking(work).await {
-            Ok(result) => result,
-            Err(panicked) => Err(CaptureCommandError::Panicked(panicked.to_string())),
-        }
-    }
-}
-
-struct OwnedRequest {
-    capture_id: String,
-    created_unix_ns: u64,
-    host: String,
-    scope: MappingScope,
-    keep_tcp: bool,
-    process: ProcessFacts,
-    binds: Vec<String>,
-    checkpoint_seen: Vec<CheckpointFacts>,
-    image_reference: String,
+async fn finish(job: &mut Job, image: &str, began: Instant) -> Result<CaptureOutput, CaptureCommandError> {
+    let dumped = job.dump().await?;
+    let report = job.build_capsule(job.staging.layer()).await?;
+    let layer = job.write_layer().await?;
+    let image_digest = image::write(
+        &job.containerd,
+        &job.base,
+        &dumped.changes,
+        (&job.staging.layer_file(), &layer),
+        &ProcessConfig { args: &job.facts.args, env: &job.facts.env, cwd: &job.facts.cwd },
+        &Target {
+            reference: image,
+            snapshotter: &job.container.snapshotter,
+            artifact: &report.artifact,
+            attempt: &job.capture_id,
+        },
+    )
+    .await?;
+    job.stop_unless_left_running().await?;
+    Ok(CaptureOutput {
+        image: image.to_owned(),
+        image_digest: image_digest.to_string(),
+        layer_bytes: layer.bytes,
+        capture_seconds: began.elapsed().as_secs_f64(),
+        freeze_seconds: dumped.freeze_seconds,
+        left_running: job.request.leave_running,
+        report,
+    })
 }

@@ -67,6 +67,16 @@ impl Staging {
         self.root.join("layer.tar.zst")
     }
 
+    /// Where an overlay of this node is made; nothing is there yet.
+    pub fn overlay(&self) -> PathBuf {
+        self.root.join("overlay")
+    }
+
+    /// The work directory of an overlay mount in which an overlay is made; nothing is there yet.
+    pub fn overlay_work(&self) -> PathBuf {
+        self.root.join("overlay-work")
+    }
+
     /// Notes that a container is about to be frozen, so that a later run can thaw it if this one is killed.
     ///
     /// # Errors
@@ -113,6 +123,11 @@ pub fn sweep(store: &NodeStore) -> io::Result<Vec<Frozen>> {
         fs::remove_dir_all(&root)?;
     }
     Ok(frozen)
+}
+
+/// Whether the capture with this id is running, as far as its directory tells.
+pub fn exists(store: &NodeStore, id: &str) -> bool {
+    captures(store).join(id).exists()
 }
 
 /// Whether the command that made the directory still holds its lock.

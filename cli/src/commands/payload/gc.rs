@@ -17,7 +17,7 @@ pub struct GcArgs {
     /// Low watermark instead of the configured one.
     #[arg(long, value_name = "LIMIT", requires = "high")]
     low: Option<Watermark>,
-    /// Evict every payload that nobody has leased or pinned.
+    /// Evict every payload that nobody has leased or pinned, and remove what interrupted stagings could go on with.
     #[arg(long)]
     all_unused: bool,
     /// Only say which payloads would go.
@@ -94,7 +94,11 @@ pub fn gc(args: &GcArgs, node: &Node, output: &Output) -> Result<(), CliError> {
     let eviction =
         if args.all_unused { Some(Eviction::AllUnused) } else { watermarks.map(Eviction::Watermarks) };
     let store = node.store();
-    let temporaries_removed = if args.dry_run { 0 } else { store.sweep()? };
+    let temporaries_removed = match (args.dry_run, args.all_unused) {
+        (true, _) => 0,
+        (false, true) => store.sweep_interrupted()?,
+        (false, false) => store.sweep()?,
+    };
     let evicted = match &eviction {
         Some(eviction) => store.evict(eviction, args.dry_run)?,
         None => Evicted::default(),

@@ -1,19 +1,20 @@
 //! `coldsnap payload ls`.
 
 use coldsnap::digest::Digest;
-use coldsnap::store::{NodeStore, PayloadInfo, PayloadState};
+use coldsnap::store::{NodeStore, PayloadInfo, PayloadState, StoreError};
 use serde::Serialize;
 
 use super::time;
 use crate::output::{CliError, Output};
 
-#[derive(Serialize)]
-struct Listing {
+/// The payloads of a store.
+#[derive(Debug, Serialize)]
+pub struct Listing {
     store: String,
     payloads: Vec<Row>,
 }
 
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct Row {
     digest: Digest,
     path: String,
@@ -33,8 +34,7 @@ struct Row {
 /// # Errors
 /// When the store cannot be read.
 pub fn run(store: &NodeStore, output: &Output) -> Result<(), CliError> {
-    let payloads = store.list()?.into_iter().map(Row::from).collect();
-    let listing = Listing { store: store.root().display().to_string(), payloads };
+    let listing = Listing::of(store)?;
     output.result(&listing, || listing.text())
 }
 
@@ -52,6 +52,15 @@ impl From<PayloadInfo> for Row {
 }
 
 impl Listing {
+    /// Looks at the store; hashes nothing.
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub fn of(store: &NodeStore) -> Result<Self, StoreError> {
+        let payloads = store.list()?.into_iter().map(Row::from).collect();
+        Ok(Self { store: store.root().display().to_string(), payloads })
+    }
+
     fn text(&self) -> String {
         if self.payloads.is_empty() {
             return format!("no payloads in {}", self.store);

@@ -5,6 +5,8 @@ mod gc;
 mod leases;
 mod ls;
 mod pins;
+mod serve;
+mod stage;
 mod transfer;
 
 use clap::Subcommand;
@@ -25,6 +27,7 @@ pub struct Args {
 enum Command {
     /// List them: size, whether the validation record holds, leases, pins, last use.
     Ls,
+    Stage(stage::Args),
     Import(transfer::ImportArgs),
     Export(transfer::ExportArgs),
     Pin(pins::PinArgs),
@@ -35,6 +38,7 @@ enum Command {
     Gc(gc::GcArgs),
     Rm(gc::RmArgs),
     Fsck(fsck::Args),
+    Serve(serve::Args),
 }
 
 /// Runs the command.
@@ -44,6 +48,7 @@ enum Command {
 pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
     match args.command {
         Command::Ls => ls::run(&node.store(), output),
+        Command::Stage(args) => stage::run(&args, node, output),
         Command::Import(args) => transfer::import(&args, &node.open_store()?, output),
         Command::Export(args) => transfer::export(&args, &node.store(), output),
         Command::Pin(args) => pins::pin(&args, &node.store(), output),
@@ -53,6 +58,7 @@ pub fn run(args: Args, node: &Node, output: &Output) -> Result<(), CliError> {
         Command::Gc(args) => gc::gc(&args, node, output),
         Command::Rm(args) => gc::rm(&args, &node.store(), output),
         Command::Fsck(args) => fsck::run(&args, &node.store(), output),
+        Command::Serve(args) => serve::run(&args, node.store(), output),
     }
 }
 

@@ -31,6 +31,10 @@ pub enum Kind {
     /// A `malloc` block that is freed (`free`) and asked for again by `calloc` (`calloc`), which must give zeros. Meant for an allocator
     /// that purges with MADV_DONTNEED and trusts the zeros: jemalloc, by LD_PRELOAD, with both its decay times 0.
     CallocAfterFree,
+    /// A process without model memory and two children, each of which loads the whole model: data-parallel workers.
+    DataParallel,
+    /// The same with half of the model in each: tensor-parallel workers.
+    TensorParallel,
     /// A block, and an io_uring, which no CRIU can dump.
     IoUring,
 }
@@ -60,6 +64,8 @@ pub fn make(kind: Kind, bytes: usize) -> Result<Box<dyn Guest>> {
         Kind::Neighbour => Box::new(Neighbour::new(bytes)?),
         Kind::Heap => Box::new(Heap::new(bytes)),
         Kind::CallocAfterFree => Box::new(Calloc::new(bytes)?),
+        Kind::DataParallel => Box::new(Workers::new([bytes, bytes], [0, 0])?),
+        Kind::TensorParallel => Box::new(Workers::new([bytes / 2; 2], [0, bytes / 2 / PAGE])?),
         Kind::IoUring => Box::new(Undumpable::new(bytes)?),
     })
 }
@@ -166,16 +172,15 @@ impl Guest for Threads {
     }
 }
 
-struct Fork {
-    region: Region,
-    to_child: PipeWriter,
-    from_child: PipeReader,
+/// A forked process that answers questions of one byte, and ends with its parent.
+struct Child {
+    ask: PipeWriter,
+    answer: PipeReader,
 }
 
-impl Fork {
-    fn new(bytes: usize) -> Result<Self> {
-        let mut region = Region::map(bytes)?;
-        region.fill(|_| MADE);
+impl Child {
+    /// Forks; the child runs `make` and then answers every byte with what the answer of `make` says to it.
+    fn fork<A: FnMut(u8) -> Result<u64>>(make: impl FnOnce() -> Result<A>) -> Result<Self> {
         let (from_parent, to_child) = pipe().context("cannot make a pipe")?;
         let (from_child, to_parent) = pipe().context("cannot make a pipe")?;
         // SAFETY: the process has one thread, so the child may do anything.
@@ -183,29 +188,18 @@ impl Fork {
             -1 => Err(std::io::Error::last_os_error()).context("cannot fork"),
             0 => {
                 drop((to_child, from_child));
-                Self::child(region, from_parent, to_parent)
+                let answers = make().unwrap_or_else(|_| std::process::exit(1));
+                Self::serve(from_parent, to_parent, answers)
             }
-            _ => {
-                for page in (0..region.pages()).step_by(5) {
-                    pattern::fill(region.page(page), WRITTEN, page);
-                }
-                let mut guest = Self { region, to_child, from_child };
-                guest.check()?;
-                Ok(guest)
-            }
+            _ => Ok(Self { ask: to_child, answer: from_child }),
         }
     }
 
-    /// Writes every fourth page, then checks all whenever a byte arrives; ends with its parent.
-    fn child(mut region: Region, mut asked: PipeReader, mut answer: PipeWriter) -> ! {
-        for page in (0..region.pages()).step_by(4) {
-            pattern::fill(region.page(page), WRITTEN_BY_CHILD, page);
-        }
+    fn serve(mut asked: PipeReader, mut answer: PipeWriter, mut answers: impl FnMut(u8) -> Result<u64>) -> ! {
         let mut byte = [0];
         while matches!(asked.read(&mut byte), Ok(1)) {
-            let checked = region.check(|page| if page % 4 == 0 { WRITTEN_BY_CHILD } else { MADE });
-            let line =
-                checked.map_or_else(|error| format!("in the child, {error:#}"), |bytes| bytes.to_string());
+            let line = answers(byte[0])
+                .map_or_else(|error| format!("in the child, {error:#}"), |bytes| bytes.to_string());
             let framed = format!("{line:<255}\n");
             if answer.write_all(framed.as_bytes()).is_err() {
                 break;
@@ -213,16 +207,99 @@ impl Fork {
         }
         std::process::exit(0)
     }
+
+    fn ask(&mut self, question: u8) -> Result<u64> {
+        self.ask.write_all(&[question]).context("the child is gone")?;
+        let mut line = [0; 256];
+        self.answer.read_exact(&mut line).context("the child is gone")?;
+        let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+        line.parse().map_err(|_| anyhow!(line))
+    }
+}
+
+/// Questions to a [`Child`].
+const CHECK: u8 = b'?';
+const WRITE: u8 = b'w';
+
+struct Fork {
+    region: Region,
+    child: Child,
+}
+
+impl Fork {
+    fn new(bytes: usize) -> Result<Self> {
+        let mut region = Region::map(bytes)?;
+        region.fill(|_| MADE);
+        let shared = &mut region;
+        let child = Child::fork(move || {
+            for page in (0..shared.pages()).step_by(4) {
+                pattern::fill(shared.page(page), WRITTEN_BY_CHILD, page);
+            }
+            Ok(move |_| shared.check(|page| if page % 4 == 0 { WRITTEN_BY_CHILD } else { MADE }))
+        })?;
+        for page in (0..region.pages()).step_by(5) {
+            pattern::fill(region.page(page), WRITTEN, page);
+        }
+        let mut guest = Self { region, child };
+        guest.check()?;
+        Ok(guest)
+    }
 }
 
 impl Guest for Fork {
     fn check(&mut self) -> Result<u64> {
-        self.to_child.write_all(b"?").context("the child is gone")?;
-        let mut line = [0; 256];
-        self.from_child.read_exact(&mut line).context("the child is gone")?;
-        let line = String::from_utf8_lossy(&line).trim_end().to_owned();
-        let child: u64 = line.parse().map_err(|_| anyhow!(line))?;
+        let child = self.child.ask(CHECK)?;
         Ok(child + self.region.check(|page| if page % 5 == 0 { WRITTEN } else { MADE })?)
+    }
+}
+
+/// Processes that hold the model, or a part of it, each in memory that it made itself; a small region beside it is
+/// different in each.
+struct Workers([Child; 2]);
+
+impl Workers {
+    /// Each child holds so many bytes of the model, from a page of it on.
+    fn new(bytes: [usize; 2], first_page: [usize; 2]) -> Result<Self> {
+        let child = |rank: usize| Child::fork(move || Self::worker(rank, bytes[rank], first_page[rank]));
+        let mut guest = Self([child(0)?, child(1)?]);
+        guest.check()?;
+        Ok(guest)
+    }
+
+    fn worker(rank: usize, bytes: usize, first: usize) -> Result<impl FnMut(u8) -> Result<u64>> {
+        let mut model = Region::map(bytes)?;
+        for page in 0..model.pages() {
+            pattern::fill(model.page(page), MADE, first + page);
+        }
+        let own_seed = 100 + rank as u64;
+        let mut own = Region::map(64 * PAGE)?;
+        own.fill(|_| own_seed);
+        let mut written = false;
+        Ok(move |question| {
+            if question == WRITE {
+                for page in (0..model.pages()).step_by(4) {
+                    pattern::fill(model.page(page), WRITTEN, first + page);
+                }
+                written = true;
+            }
+            for page in 0..model.pages() {
+                let seed = if written && page % 4 == 0 { WRITTEN } else { MADE };
+                pattern::check(model.page(page), seed, first + page)
+                    .with_context(|| format!("rank {rank}"))?;
+            }
+            Ok((model.pages() * PAGE) as u64 + own.check(|_| own_seed)?)
+        })
+    }
+}
+
+impl Guest for Workers {
+    fn check(&mut self) -> Result<u64> {
+        self.0.iter_mut().map(|child| child.ask(CHECK)).sum()
+    }
+
+    /// Only the first one writes.
+    fn write(&mut self) -> Result<()> {
+        self.0[0].ask(WRITE).map(drop)
     }
 }
 

@@ -219,11 +219,24 @@ impl<'c> ContentMatcher<'c> {
     /// # Errors
     /// For regions that are not aligned or overlap.
     pub fn find(&self, regions: &[MemoryRegion<'_>]) -> Result<Matches, MatchError> {
+        self.find_beside(regions, &[])
+    }
+
+    /// The same for one of several processes: `elsewhere` are the runs of the others. Where the first bytes of no tensor
+    /// lie there may still be the rest of tensors that others hold in part, as shards are.
+    ///
+    /// # Errors
+    /// For regions that are not aligned or overlap.
+    pub fn find_beside(
+        &self,
+        regions: &[MemoryRegion<'_>],
+        elsewhere: &[MatchedRun],
+    ) -> Result<Matches, MatchError> {
         let regions = check_regions(regions)?;
         let mut stats = MatchStats { anchors: self.samples.anchors() as u64, ..MatchStats::default() };
         let (min_run, threads) = (self.options.min_run.max(8), self.options.threads);
         let scanner = Scanner::new(self.checkpoint, min_run);
-        let runs = self.find_with(&scanner, &regions, threads, &mut stats)?;
+        let runs = self.find_with(&scanner, &regions, elsewhere, threads, &mut stats)?;
         Ok(Matches { runs, stats })
     }
 
@@ -231,6 +244,7 @@ impl<'c> ContentMatcher<'c> {
         &self,
         scanner: &Scanner<'_>,
         regions: &[MemoryRegion<'_>],
+        elsewhere: &[MatchedRun],
         threads: usize,
         stats: &mut MatchStats,
     ) -> Result<Vec<MatchedRun>, MatchError> {
@@ -246,9 +260,11 @@ impl<'c> ContentMatcher<'c> {
             runs.collect()
         };
         let mut found = scanner.scan(regions, &self.samples, vec![Vec::new(); regions.len()], threads, stats);
-        let incomplete = self.incomplete(&addressed(&found));
-        // Where nothing was found there is no model: the first bytes of every tensor were looked for.
-        if found.iter().any(|runs| !runs.is_empty()) && !incomplete.is_empty() {
+        let here = addressed(&found);
+        let known = if here.is_empty() { elsewhere } else { &here };
+        let incomplete = self.incomplete(known);
+        // Where nothing was found anywhere there is no model: the first bytes of every tensor were looked for.
+        if !known.is_empty() && !incomplete.is_empty() {
             let interval = self.options.anchor_interval;
             let index = AnchorIndex::build(self.checkpoint, &incomplete, Sampling::ALL, interval)?;
             stats.anchors += index.anchors() as u64;

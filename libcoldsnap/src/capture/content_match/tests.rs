@@ -28,7 +28,7 @@ fn find_in_chunks(
 ) -> (Vec<MatchedRun>, MatchStats) {
     let scanner = Scanner { chunk, ..Scanner::new(matcher.checkpoint, matcher.options.min_run) };
     let mut stats = MatchStats::default();
-    (matcher.find_with(&scanner, regions, threads, &mut stats).unwrap(), stats)
+    (matcher.find_with(&scanner, regions, &[], threads, &mut stats).unwrap(), stats)
 }
 
 #[test]

@@ -37,6 +37,9 @@ pub const STATE: &str = "committed";
 /// The only value of `compatibility.policy`.
 pub const COMPATIBILITY_POLICY: &str = "placement-independent-v1";
 
+/// Readers refuse a larger descriptor before they parse it: an untrusted one must not cost much memory.
+pub const MAX_BYTES: u64 = 4 << 20;
+
 /// The whole descriptor.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -387,6 +390,7 @@ impl Artifact {
     /// # Errors
     /// Names the field and what is wrong with it.
     pub fn parse(bytes: &[u8]) -> Result<Self, ArtifactError> {
+        document::limit(DOCUMENT, bytes, MAX_BYTES)?;
         let artifact: Self = document::parse_exact(DOCUMENT, bytes)?;
         artifact.check()?;
         Ok(artifact)
