@@ -98,6 +98,7 @@ impl Made {
             layer_root: &root,
             store: &store(dir.path()),
             checkpoint: Some(&checkpoint),
+            checkpoint_seen: Vec::new(),
             model_source: Some(model_source(&path, &checkpoint)),
             scope: MappingScope::All,
             keep_tcp: false,

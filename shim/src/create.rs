@@ -157,12 +157,10 @@ fn refused(error: NoRestore) -> TaskError {
 }
 
 /// Decides about the capsule in the root's own layers; a cold start that should have been a restore is announced.
-/// Payloads that are missing are rebuilt if that is asked for, and then the container's spec in the bundle has their binds.
 ///
 /// # Errors
 /// A required restore was refused.
 pub async fn decide_portable(container: &Container, root: Root) -> Result<Option<Plan>, TaskError> {
-    let spec = Spec::load(&container.bundle)?;
     let start = Start {
         id: container.id.clone(),
         namespace: container.host.namespace.clone(),
@@ -172,7 +170,7 @@ pub async fn decide_portable(container: &Container, root: Root) -> Result<Option
         materialize: root.materialize,
     };
     // It may hash or rebuild a payload of many gigabytes.
-    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, spec));
+    let decision = tokio::task::spawn_blocking(move || decide_and_recover(&start, &root.spec));
     match decision.await.map_err(|error| TaskError::Other(format!("the restore decision died: {error}")))? {
         Err(NoRestore::Fallback(reason)) => {
             warn!("container {}: cold start instead of a restore: {reason}", container.id);

@@ -19,9 +19,10 @@ use coldsnap::restore::RestoreMode;
 use coldsnap::source::Limits;
 use coldsnap::store::NodeStore;
 use log::{info, warn};
+use serde_json::Value;
 
 use crate::mount::LiftedBind;
-use crate::restore::{NoRestore, Plan, decide, node_store};
+use crate::restore::{NoRestore, Plan, decide, store};
 use crate::spec::Spec;
 
 /// In the bundle of a container that has leases of its own.
@@ -49,9 +50,9 @@ pub struct Start {
 ///
 /// # Errors
 /// What stands against the restore, and why a payload could not be rebuilt.
-pub fn decide_and_recover(start: &Start, mut spec: Spec) -> Result<Option<Plan>, NoRestore> {
-    let store = node_store();
-    let decided = decide(&store, &start.rootfs, spec.document(), start.restore);
+pub fn decide_and_recover(start: &Start, document: &Value) -> Result<Option<Plan>, NoRestore> {
+    let store = store();
+    let decided = decide(&store, &start.rootfs, document, start.restore);
     let refused = match decided {
         Err(refused) => refused,
         Ok(decided) => return Ok(decided),
@@ -59,6 +60,8 @@ pub fn decide_and_recover(start: &Start, mut spec: Spec) -> Result<Option<Plan>,
     let Some(lacking) = refused.only_lacks_payloads() else {
         return Err(NoRestore::new(&refused, start.restore));
     };
+    let spec = Spec::load(&start.bundle);
+    let mut spec = spec.map_err(|error| NoRestore::new(&error, start.restore))?;
     match recover(start, &store, &mut spec, &lacking) {
         Ok(true) => decide(&store, &start.rootfs, spec.document(), start.restore)
             .map_err(|refused| NoRestore::new(&refused, start.restore)),
@@ -180,7 +183,7 @@ pub fn release_leases(bundle: &Path, namespace: &str, id: &str) {
     if !mark.exists() {
         return;
     }
-    match node_store().release(&owner(namespace, id)) {
+    match store().release(&owner(namespace, id)) {
         Ok(_) => drop(std::fs::remove_file(mark)),
         Err(error) => warn!("container {id}: cannot release its payload leases: {error}"),
     }

@@ -24,7 +24,7 @@ use crate::container::Container;
 use crate::error::TaskError;
 use crate::mount::{MountError, mount_all, unmount_below};
 use crate::reaper::Reaper;
-use crate::restore::{Plan, decide_overlay, node_store};
+use crate::restore::{Plan, decide_overlay, store};
 use crate::runc::{contents, memory_file};
 
 /// runc's own default.
@@ -70,9 +70,9 @@ pub struct Root {
     pub mounts: Vec<Mount>,
     /// The container's spec.
     pub spec: Value,
-    /// What its annotation says about restores.
+    /// What the annotation asks for.
     pub mode: RestoreMode,
-    /// What its annotation says about materialization.
+    /// What the annotation says about materialization.
     pub materialize: Option<MaterializeMode>,
 }
 
@@ -102,7 +102,7 @@ impl UsedOverlay {
 /// # Errors
 /// The root could not be mounted again.
 pub async fn decide(container: &Container, root: &Root) -> Result<Option<Plan>, TaskError> {
-    if !coldsnap::overlay::any(&node_store()) {
+    if !coldsnap::overlay::any(&store()) {
         return Ok(None);
     }
     let id = &container.id;
@@ -155,7 +155,7 @@ async fn find(container: &Container, root: &Root) -> Result<Choice, String> {
         let portable = Portable::below(&path).map_err(|error| error.to_string())?;
         let Some(portable) = portable else { return Ok(None) };
         let overlays =
-            coldsnap::overlay::of(&node_store(), &portable.digest).map_err(|error| error.to_string())?;
+            coldsnap::overlay::of(&store(), &portable.digest).map_err(|error| error.to_string())?;
         Ok::<_, String>((!overlays.is_empty()).then_some(portable))
     });
     let portable = portable.await.map_err(|error| error.to_string())??;
@@ -165,7 +165,7 @@ async fn find(container: &Container, root: &Root) -> Result<Choice, String> {
         tokio::join!(version(reaper, Path::new(CRIU)), version(reaper, container.runc.binary()));
     let tools = ToolVersions { criu, runc };
     let choice = tokio::task::spawn_blocking(move || {
-        choose(&node_store(), &portable, || node::target(&tools)).map_err(|error| error.to_string())
+        choose(&store(), &portable, || node::target(&tools)).map_err(|error| error.to_string())
     });
     choice.await.map_err(|error| error.to_string())?
 }

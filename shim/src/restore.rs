@@ -56,18 +56,6 @@ impl NoRestore {
     }
 }
 
-/// The node store: the one that the environment names, else the configured one.
-pub fn node_store() -> NodeStore {
-    let config = Config::of_node().unwrap_or_else(|error| {
-        warn!("{error}; using the defaults");
-        Config::default()
-    });
-    match std::env::var_os(STORE_VARIABLE) {
-        Some(root) => config.store.at(Path::new(&root)),
-        None => config.node_store(),
-    }
-}
-
 /// Decides for a container whose request names no images: a plan, or `None` for an ordinary cold start.
 ///
 /// # Errors
@@ -93,11 +81,23 @@ pub fn decide(
 /// # Errors
 /// Everything that stands against it.
 pub fn decide_overlay(rootfs: &Path, spec: &Value, mode: RestoreMode) -> Result<Plan, String> {
-    let live = LiveContainer { rootfs, spec, store: &node_store() };
+    let live = LiveContainer { rootfs, spec, store: &store() };
     match coldsnap::restore::decide(&live, RestoreMode::Require) {
         Ok(Decision::Restore(plan)) => Ok(Plan::new(&plan, mode)),
         Ok(Decision::Cold(reason)) => Err(reason.to_string()),
         Err(refused) => Err(refused.to_string()),
+    }
+}
+
+/// The node store: the one that the environment names, else the configured one.
+pub fn store() -> NodeStore {
+    let config = Config::of_node().unwrap_or_else(|error| {
+        warn!("{error}; using the defaults");
+        Config::default()
+    });
+    match std::env::var_os(STORE_VARIABLE) {
+        Some(root) => config.store.at(Path::new(&root)),
+        None => config.node_store(),
     }
 }
 

@@ -74,11 +74,11 @@ impl Spec {
     }
 
     /// The whole document.
-    pub const fn document(&self) -> &Value {
+    pub fn document(&self) -> &Value {
         &self.value
     }
 
-    /// The whole document, and nothing else of this value.
+    /// The same, and nothing else of this value.
     pub fn into_document(self) -> Value {
         self.value
     }
