@@ -126,7 +126,7 @@ fn registry_killed_in_the_middle_is_asked_for_the_rest_only() {
         let failed = staging.wait_with_output()?;
         ensure!(!failed.status.success(), "it staged a payload from a killed registry: {failed:?}");
         let left = staged()?;
-        ensure!(left >= 16 << 20 && left < BYTES, "{left} bytes are left");
+        ensure!((16 << 20..BYTES).contains(&left), "{left} bytes are left");
         ensure!(!pack(OTHER, &digest).exists());
 
         registry.restart()?;
