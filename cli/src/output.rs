@@ -11,6 +11,9 @@ use serde::Serialize;
 /// Work that is done earlier shows no bar.
 const BAR_AFTER: Duration = Duration::from_secs(1);
 
+/// Kind of an error of usage that only shows when the command runs; its exit status is 2.
+pub const USAGE: &str = "Usage";
+
 /// Why a command failed. The kind is stable, the message is for people.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -101,8 +104,9 @@ impl Output {
     /// The exit status of a command; prints its error.
     pub fn finish(&self, result: Result<(), CliError>) -> ExitCode {
         let Err(error) = result else { return ExitCode::SUCCESS };
+        let status = if error.kind == USAGE { ExitCode::from(2) } else { ExitCode::FAILURE };
         if self.json && error.printed {
-            return ExitCode::FAILURE;
+            return status;
         }
         if self.json {
             let value = error_json(&error.kind, &error.message);
@@ -111,7 +115,7 @@ impl Output {
         } else {
             eprintln!("error: {error} [{}]", error.kind);
         }
-        ExitCode::FAILURE
+        status
     }
 
     /// A bar over `total` bytes on a terminal, nothing elsewhere.

@@ -309,16 +309,6 @@ impl Job {
         off_the_async_threads(work).await
     }
 
-    /// Where the container has the checkpoint's files, for a recovery in a container with the same mounts. `root` is the
-    /// container's root.
-    fn checkpoint_seen(&self, root: &Path) -> Vec<CheckpointFacts> {
-        let spec = self.container.spec.as_ref().map(|any| any.value.as_slice()).unwrap_or_default();
-        let spec: serde_json::Value = serde_json::from_slice(spec).unwrap_or_default();
-        let binds = locate::binds(&spec);
-        let models = self.request.model.iter();
-        models.filter_map(|path| locate::seen_by_container(path, root, &binds)).collect()
-    }
-
     /// The capsule's tree in the staging directory as a layer.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use coldsnap::digest::Digest;
 use coldsnap::store::{Exported, NodeStore, RecordKept};
 use serde::Serialize;
 
-use crate::output::{CliError, Output, Progress};
+use crate::output::{CliError, Output, Progress, USAGE};
 
 /// Take packs into the store: files, directories of `<64hex>.pack` files, or other stores and shares with
 /// `model-payloads/sha256/` in them. Every byte is verified. A file that lies at its place in the store already is
@@ -109,7 +109,7 @@ pub fn import(args: &ImportArgs, store: &NodeStore, output: &Output) -> Result<(
     }
     if args.sha256.is_some() && files.len() > 1 {
         return Err(CliError::new(
-            "Usage",
+            USAGE,
             format!("--sha256 is about one file, and there are {}", files.len()),
         ));
     }
@@ -178,7 +178,7 @@ pub fn export(args: &ExportArgs, store: &NodeStore, output: &Output) -> Result<(
         if args.all { listed.iter().map(|payload| payload.digest).collect() } else { args.digests.clone() };
     if args.file.is_some() && digests.len() > 1 {
         return Err(CliError::new(
-            "Usage",
+            USAGE,
             format!("--file takes one payload, and there are {}", digests.len()),
         ));
     }
