@@ -141,6 +141,12 @@ pub enum SourceConfig {
         #[serde(skip_serializing_if = "Option::is_none")]
         credentials_file: Option<PathBuf>,
     },
+    /// Recovery: the payload is rebuilt from the pinned checkpoint.
+    Checkpoint {
+        /// Files, directories, snapshots of a Hugging Face cache, or whole caches; those of `[materialize]` when absent.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        paths: Vec<PathBuf>,
+    },
 }
 
 impl SourceConfig {
@@ -164,6 +170,10 @@ impl SourceConfig {
                     return Err(format!("{field}.repository: empty"));
                 }
                 absolute(&format!("{field}.credentials_file"), credentials_file.as_deref())
+            }
+            Self::Checkpoint { paths } => {
+                let mut paths = paths.iter().enumerate();
+                paths.try_for_each(|(n, path)| absolute(&format!("{field}.paths[{n}]"), Some(path)))
             }
         }
     }
@@ -402,6 +412,11 @@ mod tests {
             kind = "oci"
             repository = "registry.example/payloads"
             plain_http = true
+            [[sources]]
+            kind = "checkpoint"
+            [[sources]]
+            kind = "checkpoint"
+            paths = ["/models", "/cache"]
             "#,
         )
         .unwrap();
@@ -411,7 +426,7 @@ mod tests {
         assert_eq!(config.materialize.mode, Some(MaterializeMode::Required));
         assert_eq!(config.materialize.checkpoints[0], Path::new("/srv/models"));
         assert_eq!(parse(&config.to_toml().unwrap()).unwrap(), config, "what is printed can be read");
-        assert_eq!(config.sources.len(), 3);
+        assert_eq!(config.sources.len(), 5);
         assert_eq!(config.node_store().root(), Path::new("/srv/coldsnap"));
     }
 
@@ -430,6 +445,7 @@ mod tests {
             ("[materialize]\nmode = \"sometimes\"", "sometimes"),
             ("[materialize]\ncheckpoints = [\"models\"]", "materialize.checkpoints"),
             ("[[sources]]\nkind = \"ftp\"", "ftp"),
+            ("[[sources]]\nkind = \"checkpoint\"\npaths = [\"models\"]", "sources[0].paths[0]"),
             ("[[sources]]\nkind = \"directory\"", "path"),
             ("[[sources]]\nkind = \"directory\"\npath = \"/x\"\nuser = \"y\"", "user"),
             ("[staging]\nbandwidth_limit = 0", "staging.bandwidth_limit"),

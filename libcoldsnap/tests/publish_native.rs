@@ -9,11 +9,13 @@ mod hub;
 use std::cell::Cell;
 use std::fs;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use coldsnap::config::Config;
 use coldsnap::digest::Digest;
 use coldsnap::format::artifact::Artifact;
 use coldsnap::publish::{Action, Options, Progress, PublishError, Published, Target, publish};
+use coldsnap::recover::capsule::CapsuleDocuments;
 use coldsnap::source::{Limits, Wanted, bring, sources_for};
 use coldsnap::store::NodeStore;
 use common::{flip_byte, store};
@@ -130,7 +132,7 @@ fn what_was_published_can_be_staged() {
     let descriptor = Artifact::parse(&fs::read(story.output()).unwrap()).unwrap();
     let mut config = Config::default();
     config.huggingface.endpoint = Some(story.hub.endpoint());
-    let sources = sources_for(&config, Some(&descriptor)).unwrap();
+    let sources = sources_for(&config, Some(&of(&descriptor))).unwrap();
     let elsewhere = NodeStore::open(story.dir.path().join("elsewhere")).unwrap().with_reserve(0);
     for payload in descriptor.payloads() {
         let wanted = Wanted { digest: payload.digest, bytes: payload.bytes };
@@ -319,4 +321,9 @@ fn an_artifact_without_payloads_has_nothing_to_publish() {
     story.artifact.weights = serde_json::from_str("{}").unwrap();
     let error = story.publish(Options::default()).unwrap_err();
     story.nothing_is_published(&error, "NoPayloads");
+}
+
+/// What a descriptor alone says of a capsule.
+fn of(artifact: &Artifact) -> Arc<CapsuleDocuments> {
+    Arc::new(CapsuleDocuments::of_descriptor(artifact.to_bytes().unwrap()).unwrap())
 }

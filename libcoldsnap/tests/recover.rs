@@ -19,7 +19,7 @@ use coldsnap::recover::files::{Place, Places};
 use coldsnap::recover::record::{self, Found, Materialization, State, Trigger};
 use coldsnap::recover::run::{Job, MaterializeError, materialize};
 use coldsnap::recover::{RecoverError, background};
-use coldsnap::source::{Event, FetchError, Limits, Source, Wanted};
+use coldsnap::source::{DirectorySource, Event, FetchError, Limits, RecoverySource, Source, Wanted, bring};
 use coldsnap::store::{NodeStore, Staging};
 use common::names;
 use recoverable::{Recoverable, WORKER, flip, noise};
@@ -467,4 +467,33 @@ fn a_stager_finds_what_the_recovery_made() {
     case.materialize(&|| false).unwrap();
     let staging = case.store.stage(&case.made.digest, case.made.pack.len() as u64, &mut |_| ()).unwrap();
     assert!(matches!(staging, Staging::Present(_)));
+}
+
+#[test]
+fn recovery_is_a_source_after_those_that_do_not_have_the_payload() {
+    let case = case(9000);
+    let empty = tempfile::tempdir().unwrap();
+    let bring = |capsule: Option<Arc<CapsuleDocuments>>| {
+        let sources: Vec<Box<dyn Source>> = vec![
+            Box::new(DirectorySource::new(empty.path())),
+            Box::new(RecoverySource::new(capsule, vec![case.made.checkpoint()])),
+        ];
+        bring(&case.store, &sources, &case.wanted(), &Limits::default(), &|| false, &mut |_| ())
+    };
+    let error = bring(None).unwrap_err();
+    assert_eq!(error.kind(), "PayloadUnavailable");
+    assert!(error.to_string().contains("name the capsule"), "{error}");
+    let brought = bring(Some(case.capsule())).unwrap();
+    assert!(brought.source.unwrap().starts_with("checkpoint "));
+    assert_eq!(std::fs::read(brought.payload.path()).unwrap(), case.made.pack);
+}
+
+#[test]
+fn recovery_as_a_source_rejects_sglang_with_the_reason() {
+    let case = case(9000);
+    let mut capsule = CapsuleDocuments::read(&case.made.root()).unwrap();
+    capsule.artifact.launch.engine = "sglang".to_owned();
+    let source = RecoverySource::new(Some(Arc::new(capsule)), vec![case.made.checkpoint()]);
+    let error = source.fetch(&case.wanted(), 0, &mut |_| Ok(())).unwrap_err();
+    assert!(matches!(&error, FetchError::Refused(why) if why.to_lowercase().contains("sglang")), "{error}");
 }

@@ -8,10 +8,13 @@ mod hub;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::sync::Arc;
 
 use coldsnap::config::{Config, SourceConfig};
 use coldsnap::digest::Digest;
+use coldsnap::format::artifact::Artifact;
 use coldsnap::hub::{Place, Token};
+use coldsnap::recover::capsule::CapsuleDocuments;
 use coldsnap::source::{
     BringError, Brought, DirectorySource, HubSource, Limits, Source, Wanted, bring, sources_for,
 };
@@ -320,18 +323,23 @@ fn the_configured_sources_come_first_and_the_artifacts_publication_last() {
         format!("huggingface https://mirror.example/a/b@{}", "1".repeat(40)),
         "directory /mnt/share".to_owned(),
     ];
-    assert_eq!(name(sources_for(&config, Some(&artifact)).unwrap()), configured, "it is not published");
+    assert_eq!(name(sources_for(&config, Some(&of(&artifact))).unwrap()), configured, "it is not published");
     let published = artifact.weights.model_payloads.as_mut().unwrap();
     (published.repository, published.revision) = ("c/d".to_owned(), "2".repeat(40));
-    let all = name(sources_for(&config, Some(&artifact)).unwrap());
+    let all = name(sources_for(&config, Some(&of(&artifact))).unwrap());
     assert_eq!(all[..2], configured);
     assert_eq!(all[2..], [format!("huggingface {}/c/d@{}", hub.endpoint(), "2".repeat(40))]);
     assert_eq!(name(sources_for(&config, None).unwrap()), configured);
 
     let published = artifact.weights.model_payloads.as_mut().unwrap();
     published.repository = "registry.example/somewhere/else".to_owned();
-    assert_eq!(name(sources_for(&config, Some(&artifact)).unwrap()), configured, "published elsewhere");
+    assert_eq!(name(sources_for(&config, Some(&of(&artifact))).unwrap()), configured, "published elsewhere");
 
     config.huggingface.token_file = Some("/does/not/exist".into());
     assert_eq!(sources_for(&config, None).unwrap_err().kind(), "Source");
+}
+
+/// What a descriptor alone says of a capsule.
+fn of(artifact: &Artifact) -> Arc<CapsuleDocuments> {
+    Arc::new(CapsuleDocuments::of_descriptor(artifact.to_bytes().unwrap()).unwrap())
 }

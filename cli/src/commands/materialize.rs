@@ -1,19 +1,14 @@
 //! `coldsnap materialize`: rebuilds the payloads of a capsule from the pinned checkpoint, and shows how far that is.
 
-use std::io::BufReader;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use coldsnap::capsule;
-use coldsnap::capture::layer::read_layer_with;
 use coldsnap::config::MaterializeMode;
 use coldsnap::digest::Digest;
-use coldsnap::format::MAX_DOCUMENT_BYTES;
 use coldsnap::format::artifact::PayloadRequirement;
-use coldsnap::recover::RecoverError;
 use coldsnap::recover::background::{self, Request};
-use coldsnap::recover::capsule::{CapsuleDocuments, is_document};
+use coldsnap::recover::capsule::CapsuleDocuments;
 use coldsnap::recover::files::{Place, Places};
 use coldsnap::recover::mode::resolve;
 use coldsnap::recover::record::{self, Found, Materialization, Trigger};
@@ -22,9 +17,7 @@ use coldsnap::source::{Event, Limits};
 use coldsnap::store::NodeStore;
 use serde::Serialize;
 
-use super::capture::image::BaseImage;
-use super::inspect::{capsule_layer, capsule_root};
-use crate::containerd::{Containerd, ContainerdError};
+use crate::artifact::Images;
 use crate::node::Node;
 use crate::output::{CliError, Output};
 
@@ -51,12 +44,8 @@ pub struct Args {
     /// Do what was scheduled in this directory of the store.
     #[arg(long, value_name = "DIR", hide = true, conflicts_with_all = ["capsule", "status", "background"])]
     request: Option<PathBuf>,
-    /// containerd's socket.
-    #[arg(long, value_name = "SOCKET", default_value = "/run/containerd/containerd.sock")]
-    address: PathBuf,
-    /// containerd namespace.
-    #[arg(long, short, env = "CONTAINERD_NAMESPACE", default_value = "default")]
-    namespace: String,
+    #[command(flatten)]
+    images: Images,
 }
 
 #[derive(Serialize)]
@@ -126,7 +115,7 @@ pub fn run(args: Args, node: &Node, config: &Path, output: &Output) -> Result<()
         let places = |_: &str| request.places.clone();
         return rebuild(&store, &capsule, &request.workers, request.trigger, &places, limits, output);
     }
-    let capsule = Arc::new(documents(&args)?);
+    let capsule = Arc::new(args.images.capsule(args.capsule.as_deref().unwrap_or_default())?);
     let workers = match &args.worker {
         Some(worker) => vec![capsule.payload(worker)?.worker],
         None => capsule.artifact.payloads().into_iter().map(|payload| payload.worker).collect(),
@@ -145,32 +134,6 @@ pub fn run(args: Args, node: &Node, config: &Path, output: &Output) -> Result<()
         return in_background(&store, config, &capsule, &workers, &places(&workers[0]), output);
     }
     rebuild(&store, &capsule, &workers, Trigger::Command, &places, limits, output)
-}
-
-/// The documents of the capsule that was named.
-fn documents(args: &Args) -> Result<CapsuleDocuments, CliError> {
-    let name = args.capsule.as_deref().unwrap_or_default();
-    let path = Path::new(name);
-    let io = |e| CliError::new("Io", format!("cannot read {name}: {e}"));
-    let directory = if path.is_file() { path.parent().map(Path::to_owned) } else { None };
-    let directory = directory.or_else(|| path.is_dir().then(|| path.to_owned()));
-    if let Some(directory) = directory {
-        let directory = if directory.as_os_str().is_empty() { Path::new(".") } else { &directory };
-        let root = capsule_root(directory).map_err(io)?.ok_or_else(|| RecoverError::Capsule {
-            path: capsule::ARTIFACT_PATH.to_owned(),
-            problem: format!("{name} is not in the directory of a capsule"),
-        })?;
-        return Ok(CapsuleDocuments::read(&root)?);
-    }
-    let runtime = tokio::runtime::Runtime::new().map_err(|e| CliError::new("Io", e))?;
-    let layer: Result<_, ContainerdError> = runtime.block_on(async {
-        let containerd = Containerd::connect(&args.address, &args.namespace).await?;
-        capsule_layer(&containerd, &BaseImage::read(&containerd, name).await?).await
-    });
-    let layer = layer.map_err(|e| CliError::new("Containerd", e))?;
-    let layer = layer.ok_or_else(|| CliError::new("NotACapsule", format!("{name} has no capsule layer")))?;
-    let files = read_layer_with(BufReader::new(layer), is_document, MAX_DOCUMENT_BYTES).map_err(io)?;
-    Ok(CapsuleDocuments::from_layer(files)?)
 }
 
 fn rebuild(
@@ -272,7 +235,8 @@ fn in_background(
 }
 
 fn status(args: &Args, store: &NodeStore, output: &Output) -> Result<(), CliError> {
-    let artifact = args.capsule.as_ref().map(|_| documents(args)).transpose()?.map(|capsule| capsule.digest);
+    let named = args.capsule.as_ref().map(|text| args.images.capsule(text)).transpose()?;
+    let artifact = named.map(|capsule| capsule.digest);
     let listing = record::list(store, artifact.as_ref())?;
     let row = |Found { document, alive }: Found| {
         let metadata = std::fs::symlink_metadata(store.payload_path(&document.payload));

@@ -84,6 +84,14 @@ impl CapsuleDocuments {
         Self::from_files(layer.documents)
     }
 
+    /// A descriptor that is known without its capsule; a recovery then says which manifest is missing.
+    ///
+    /// # Errors
+    /// It is malformed.
+    pub fn of_descriptor(bytes: Vec<u8>) -> Result<Self, RecoverError> {
+        Self::from_files(BTreeMap::from([(capsule::ARTIFACT_PATH.to_owned(), bytes)]))
+    }
+
     fn from_files(files: BTreeMap<String, Vec<u8>>) -> Result<Self, RecoverError> {
         let artifact = parse(&files)?;
         let digest = Digest::of(&files[capsule::ARTIFACT_PATH]);

@@ -13,6 +13,7 @@ mod hub;
 #[cfg(feature = "sources")]
 mod oci;
 pub(crate) mod pace;
+mod recovery;
 
 use std::fmt;
 use std::time::Duration;
@@ -31,6 +32,7 @@ pub use hub::HubSource;
 pub(crate) use hub::unquoted;
 #[cfg(feature = "sources")]
 pub use oci::OciSource;
+pub use recovery::RecoverySource;
 
 /// A place that may have payloads.
 pub trait Source: fmt::Debug + Send + Sync {

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use coldsnap::config::{Bytes, SourceConfig};
 use coldsnap::digest::Digest;
-use coldsnap::format::artifact::Artifact;
+use coldsnap::recover::capsule::CapsuleDocuments;
 use coldsnap::source::{Brought, Event, Limits, Source, Wanted, bring, open_source, sources_for};
 use serde::Serialize;
 
@@ -26,7 +27,7 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     bytes: Option<u64>,
     /// Use these sources, in this order, instead of the configured ones and of the artifact's own publication:
-    /// DIRECTORY, directory:DIRECTORY, huggingface:OWNER/NAME@COMMIT or oci:HOST/NAME.
+    /// DIRECTORY, directory:DIRECTORY, huggingface:OWNER/NAME@COMMIT, oci:HOST/NAME or checkpoint:PATH.
     #[arg(long = "source", value_name = "SOURCE", value_parser = parse_source)]
     sources: Vec<SourceConfig>,
     /// Bytes per second, e.g. 100MB; instead of the configured limit.
@@ -59,11 +60,12 @@ struct Row {
 /// # Errors
 /// No source delivered a payload, the store cannot take it, or the artifact cannot be read.
 pub fn run(args: &Args, node: &Node, output: &Output) -> Result<(), CliError> {
-    let (wanted, artifact) = wanted(args)?;
+    let (wanted, capsule) = wanted(args)?;
     let sources: Vec<Box<dyn Source>> = if args.sources.is_empty() {
-        sources_for(&node.config, artifact.as_ref())?
+        sources_for(&node.config, capsule.as_ref())?
     } else {
-        args.sources.iter().map(|source| open_source(&node.config, source)).collect::<Result<_, _>>()?
+        let open = |source| open_source(&node.config, source, capsule.as_ref());
+        args.sources.iter().map(open).collect::<Result<_, _>>()?
     };
     let limit = args.bandwidth_limit.or(node.config.staging.bandwidth_limit);
     let limits = Limits { bandwidth: limit.map(|Bytes(bytes)| bytes) };
@@ -81,19 +83,19 @@ pub fn run(args: &Args, node: &Node, output: &Output) -> Result<(), CliError> {
     output.result(&report, || report.text())
 }
 
-/// The payloads, each once, and the artifact that says so.
-fn wanted(args: &Args) -> Result<(Vec<Wanted>, Option<Artifact>), CliError> {
+/// The payloads, each once, and the capsule that says so.
+fn wanted(args: &Args) -> Result<(Vec<Wanted>, Option<Arc<CapsuleDocuments>>), CliError> {
     if args.what.starts_with("sha256:") {
         let digest: Digest = args.what.parse().map_err(|e| CliError::new("Malformed", e))?;
         let what = "a digest does not say the payload's size: give it with --bytes";
         let bytes = args.bytes.ok_or_else(|| CliError::new("Malformed", what))?;
         return Ok((vec![Wanted { digest, bytes }], None));
     }
-    let artifact = args.images.artifact(&args.what)?;
+    let capsule = args.images.capsule(&args.what)?;
     let payloads: BTreeMap<Digest, u64> =
-        artifact.payloads().into_iter().map(|payload| (payload.digest, payload.bytes)).collect();
+        capsule.artifact.payloads().into_iter().map(|payload| (payload.digest, payload.bytes)).collect();
     let wanted = payloads.into_iter().map(|(digest, bytes)| Wanted { digest, bytes }).collect();
-    Ok((wanted, Some(artifact)))
+    Ok((wanted, Some(Arc::new(capsule))))
 }
 
 fn show(event: &Event<'_>, progress: &mut Progress) {
@@ -118,7 +120,8 @@ fn parse_source(text: &str) -> Result<SourceConfig, String> {
         Some(("oci", repository)) => {
             SourceConfig::Oci { repository: repository.to_owned(), plain_http: false, credentials_file: None }
         }
-        _ => return Err("expected DIRECTORY, directory:, huggingface: or oci:".to_owned()),
+        Some(("checkpoint", path)) => SourceConfig::Checkpoint { paths: vec![PathBuf::from(path)] },
+        _ => return Err("expected DIRECTORY, directory:, huggingface:, oci: or checkpoint:".to_owned()),
     };
     source.check("source").map(|()| source)
 }
