@@ -10,6 +10,7 @@ use coldsnap_integration::node::Node;
 use coldsnap_integration::process::wait_for;
 use coldsnap_integration::{coldsnap, guest, memory};
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use crate::restore::{CAPSULE, capsule_container, make_capsule, start};
 use crate::story;
@@ -179,20 +180,33 @@ fn an_overlay_that_fails_gives_way_to_the_portable_capsule() {
     story("an_overlay_that_fails_gives_way_to_the_portable_capsule", COLDSNAP, |node| {
         let created = make_overlay(node)?;
         let id = text(&created, "overlay")?;
-        let images = PathBuf::from(text(&created, "directory")?).join("capsule/opt/coldsnap/capsule/images");
-        // Right in size, so that only CRIU notices, at the start.
+        let directory = PathBuf::from(text(&created, "directory")?);
+        let capsule = directory.join("capsule/opt/coldsnap/capsule");
+        let images = capsule.join("images");
+        // As the documents say that they are, so that only CRIU notices, at the start.
+        let documents = [directory.join("overlay.json"), capsule.join("artifact.json")];
         let mut kept = Vec::new();
+        for path in &documents {
+            kept.push((path.clone(), fs::read(path)?));
+        }
         for entry in fs::read_dir(&images)? {
             let path = entry?.path();
             if path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("core-")) {
                 let bytes = fs::read(&path)?;
                 let mut broken = bytes.clone();
                 broken[8..].fill(0xff);
+                let (before, after) =
+                    (hex::encode(Sha256::digest(&bytes)), hex::encode(Sha256::digest(&broken)));
+                for document in &documents {
+                    let text = fs::read_to_string(document)?;
+                    ensure!(text.contains(&before), "{} does not name {before}", document.display());
+                    fs::write(document, text.replace(&before, &after))?;
+                }
                 fs::write(&path, broken)?;
                 kept.push((path, bytes));
             }
         }
-        ensure!(!kept.is_empty(), "no CRIU image in the overlay");
+        ensure!(kept.len() > documents.len(), "no CRIU image in the overlay");
         let control = start(node, &annotated(capsule_container("r2"), "coldsnap.io/restore=require"))?;
         ensure!(guest::check(&control)? == 2, "not from the portable capsule");
         ensure!(!has_file(node, "r2")?);
