@@ -37,6 +37,9 @@ pub enum Error {
     /// The node store of payloads failed.
     #[error("the payload store: {0}")]
     Store(String),
+    /// The node's configuration cannot be used.
+    #[error(transparent)]
+    Config(#[from] coldsnap::config::ConfigError),
     /// The file system failed.
     #[error("cannot {doing}: {source}")]
     Io {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
+use coldsnap::config::Config;
 use coldsnap_snapshotter::error::Error;
 use coldsnap_snapshotter::notify::notify;
 use coldsnap_snapshotter::proto::v1::snapshots_server::SnapshotsServer;
@@ -35,9 +36,9 @@ struct Options {
     /// Directory of snapshots and their metadata.
     #[arg(long, value_name = "DIRECTORY", default_value = "/var/lib/coldsnap/snapshotter")]
     root: PathBuf,
-    /// Node store of model payloads.
-    #[arg(long, value_name = "DIRECTORY", default_value = coldsnap::store::NodeStore::DEFAULT_ROOT)]
-    store: PathBuf,
+    /// Node store of model payloads; default: that of the configuration.
+    #[arg(long, value_name = "DIRECTORY", env = "COLDSNAP_STORE")]
+    store: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -69,7 +70,11 @@ fn run(options: &Options) -> Result<(), Error> {
         .enable_all()
         .build()
         .map_err(|source| Error::Io { doing: "start threads".to_owned(), source })?;
-    let snapshotter = Arc::new(Snapshotter::open(&options.root, &options.store)?);
+    let store = match &options.store {
+        Some(store) => store.clone(),
+        None => Config::of_node()?.store.root,
+    };
+    let snapshotter = Arc::new(Snapshotter::open(&options.root, &store)?);
     let (listener, socket) = Socket::listen(&options.address)?;
     let result = runtime.block_on(serve(listener, snapshotter, options));
     runtime.shutdown_timeout(STOP_GRACE);

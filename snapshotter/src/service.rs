@@ -61,9 +61,11 @@ fn status(error: &Error) -> Status {
         Error::FailedPrecondition(_) => Status::failed_precondition(message),
         Error::InvalidArgument(_) => Status::invalid_argument(message),
         Error::Unimplemented(_) => Status::unimplemented(message),
-        Error::Metadata { .. } | Error::Damaged(_) | Error::Store(_) | Error::Io { .. } => {
-            Status::internal(message)
-        }
+        Error::Metadata { .. }
+        | Error::Damaged(_)
+        | Error::Store(_)
+        | Error::Config(_)
+        | Error::Io { .. } => Status::internal(message),
     }
 }
 

@@ -2,8 +2,10 @@
 
 use std::ffi::CString;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use coldsnap_snapshotter::proto::Mount;
+use rustix::io::Errno;
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, MountPropagationFlags, MoveMountFlags,
     UnmountFlags, fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount,
@@ -30,9 +32,21 @@ pub fn with<T>(mounts: &[Mount], target: &Path, f: impl FnOnce(&Path) -> T) -> T
     all(mounts, target);
     let result = f(target);
     for mount in mounts.iter().rev() {
-        unmount(target.join(&mount.target), UnmountFlags::empty()).unwrap();
+        unmount_quiet(&target.join(&mount.target));
     }
     result
+}
+
+/// Unmounts. Between its fork and its exec a program that another test starts has every open file of this process, also
+/// one below the mount: that is over in a moment.
+fn unmount_quiet(target: &Path) {
+    let until = Instant::now() + Duration::from_secs(30);
+    loop {
+        match unmount(target, UnmountFlags::empty()) {
+            Err(Errno::BUSY) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
+            result => return result.unwrap(),
+        }
+    }
 }
 
 /// Mounts all.
