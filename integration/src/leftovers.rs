@@ -44,10 +44,11 @@ impl Leftovers {
     }
 }
 
-/// Fails, naming each, if anything is on the node that was not there `before`. What containerd and shims do after they answered gets two seconds.
+/// Fails, naming each, if anything is on the node that was not there `before`. What containerd and shims do after they answered gets ten
+/// seconds: containerd collects removed snapshots, and with them their leases, at a pace that it measures itself.
 pub fn assert_clean(before: &Leftovers) -> Result<()> {
     let mut left = Vec::new();
-    for _ in 0..200 {
+    for _ in 0..1000 {
         left = Leftovers::now()?.since(before);
         if left.is_empty() {
             return Ok(());

@@ -47,7 +47,10 @@ impl NodeStore {
             }
             answers.push(answer);
         }
-        self.hash_free(payloads, unverified, &mut answers, progress);
+        // One alone is hashed below, on two cores.
+        if unverified.len() > 1 {
+            self.hash_free(payloads, unverified, &mut answers, progress);
+        }
         // Named twice, or verified by somebody else at this time. Waiting only now, while no lock is held, cannot deadlock and
         // keeps nobody waiting.
         let admit = |(answer, (digest, bytes)): (Option<Admission>, &(Digest, Option<u64>))| {

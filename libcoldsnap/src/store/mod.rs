@@ -17,6 +17,7 @@
 //! to a digest is written and removed under that digest's lock; an unnamed staging file is locked itself.
 
 mod admit_all;
+mod ahead;
 mod error;
 mod evict;
 mod export;

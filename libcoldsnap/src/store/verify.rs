@@ -14,7 +14,7 @@ use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use super::lock::DigestLock;
-use super::{AdmitError, NodeStore, blob_name, record_path};
+use super::{AdmitError, NodeStore, ahead, blob_name, record_path};
 use crate::digest::{Digest, Sha256, lanes};
 use crate::durable;
 use crate::format::native_manifest::BlobStat;
@@ -318,6 +318,12 @@ pub(super) fn reader(file: &File) -> io::Result<BufReader<File>> {
 
 /// The digest of a whole file from offset 0.
 pub(super) fn hash(file: &File, progress: &mut dyn FnMut(u64)) -> io::Result<Digest> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if cores > 1 && file.metadata()?.size() >= ahead::WORTHWHILE {
+        // Only a hint.
+        let _ = rustix::fs::fadvise(file, 0, None, Advice::Sequential);
+        return ahead::hash(file, progress);
+    }
     let (mut stream, mut found) = (Some(reader(file)?), None);
     lanes::sum_all::<_, _, Sha256>(
         || stream.take().map(|stream| ((), stream)),
