@@ -10,13 +10,13 @@
 //! The lock tells whether somebody still works on it: the kernel releases it when the process dies, so that a state
 //! `writing` that nobody holds was left by a crash, and the next run takes over.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, OFlags};
+use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use super::capsule::CapsuleDocuments;
@@ -25,7 +25,8 @@ use crate::durable;
 use crate::format::artifact::PayloadRequirement;
 use crate::format::document;
 use crate::format::{DocumentError, FormatError};
-use crate::store::NodeStore;
+use crate::store::lock::{open_private, try_flock};
+use crate::store::{NodeStore, now_ns};
 
 /// How errors name the document.
 pub const DOCUMENT: &str = "materialization";
@@ -340,11 +341,9 @@ impl Record {
         trigger: Trigger,
     ) -> Result<Option<Self>, DocumentError> {
         let lock_path = lock_path(store, &capsule.digest, &payload.worker);
-        let lock = open_lock(&lock_path).map_err(io_error("write", &lock_path))?;
-        match rustix::io::retry_on_intr(|| rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive))
-        {
-            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
-            result => result.map_err(|e| io_error("write", &lock_path)(e.into()))?,
+        let lock = open_private(&lock_path).map_err(io_error("write", &lock_path))?;
+        if !try_flock(&lock).map_err(io_error("write", &lock_path))? {
+            return Ok(None);
         }
         let mut document = Materialization::new(capsule, payload, trigger);
         // A state that cannot be read is replaced.
@@ -404,17 +403,6 @@ fn lock_path(store: &NodeStore, artifact: &Digest, worker: &str) -> PathBuf {
     directory(store, artifact).join(format!(".{worker}.lock"))
 }
 
-fn open_lock(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-        .open(path)
-}
-
 fn is_held(path: &Path) -> bool {
     let Ok(file) = File::open(path) else { return false };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) == Err(rustix::io::Errno::WOULDBLOCK)
@@ -431,9 +419,4 @@ fn start_ticks() -> u64 {
     // The second field, the name, may hold blanks and parentheses.
     let after_name = stat.rsplit(')').next().unwrap_or_default();
     after_name.split_whitespace().nth(19).and_then(|field| field.parse().ok()).unwrap_or_default()
-}
-
-fn now_ns() -> u64 {
-    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }

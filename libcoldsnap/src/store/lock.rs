@@ -3,7 +3,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, OFlags};
 
@@ -35,15 +35,20 @@ impl NodeStore {
     }
 
     fn open_lock(&self, digest: &Digest) -> io::Result<File> {
-        OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-            .open(self.lock_path(digest))
+        open_private(&self.lock_path(digest))
     }
+}
+
+/// Opens a file as it is for reading and writing, creating it with mode 0600; a link is not followed.
+pub(crate) fn open_private(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+        .open(path)
 }
 
 /// Waits for an exclusive lock on an open file.
@@ -52,7 +57,7 @@ pub(super) fn flock(file: &File, operation: FlockOperation) -> io::Result<()> {
 }
 
 /// Whether an exclusive lock on an open file could be had at once.
-pub(super) fn try_flock(file: &File) -> io::Result<bool> {
+pub(crate) fn try_flock(file: &File) -> io::Result<bool> {
     match flock(file, FlockOperation::NonBlockingLockExclusive) {
         Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(false),
         result => result.map(|()| true),

@@ -24,7 +24,7 @@ mod export;
 mod fsck;
 mod import;
 mod lease;
-mod lock;
+pub(crate) mod lock;
 mod pack_writer;
 mod pin;
 mod publish;
@@ -55,6 +55,7 @@ pub use lease::Lease;
 pub use pin::Pin;
 pub use publish::PublishedPack;
 pub use stage::{StagedPayload, Staging};
+pub(crate) use verify::now_ns;
 pub use verify::{AdmittedPayload, Evidence, RecordKept};
 pub use watermark::{Usage, Watermark, WatermarkError, Watermarks};
 

@@ -114,7 +114,7 @@ pub(super) fn copy(
 }
 
 /// Writes past the page cache, or through it where the file system has other rules of alignment.
-fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
+pub(super) fn write_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
     match file.write_all_at(bytes, offset) {
         // Accepted when it was set, refused when it is used.
         Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {

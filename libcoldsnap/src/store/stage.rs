@@ -4,15 +4,15 @@
 //! and digest give them the payload's name. What an interrupted stager has written stays, not eligible for anything,
 //! until the next holder of the lock goes on from there or removes it.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
-use super::lock::DigestLock;
+use super::lock::{DigestLock, open_private};
 use super::pack_writer::{self, ALIGNMENT, AlignedBuffer};
 use super::publish::is_replaceable;
 use super::remove::remove;
@@ -131,15 +131,7 @@ impl NodeStore {
         for (_, shorter) in left {
             remove(&shorter)?;
         }
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(rustix::fs::OFlags::NOFOLLOW.bits().cast_signed())
-            .open(&path)
-            .map_err(StoreError::io("create", &path))?;
+        let file = open_private(&path).map_err(StoreError::io("create", &path))?;
         Ok(StagedPayload {
             store: self.clone(),
             digest: *digest,
@@ -314,14 +306,7 @@ impl StagedPayload {
         if !bytes.len().is_multiple_of(ALIGNMENT) {
             pack_writer::set_direct(&self.file, false).map_err(fail("prepare"))?;
         }
-        match self.file.write_all_at(bytes, self.flushed) {
-            // Accepted when it was set, refused when it is used: a file system with other rules of alignment.
-            Err(e) if Errno::from_io_error(&e) == Some(Errno::INVAL) => {
-                pack_writer::set_direct(&self.file, false).map_err(fail("prepare"))?;
-                self.file.write_all_at(bytes, self.flushed).map_err(fail("write"))?;
-            }
-            result => result.map_err(fail("write"))?,
-        }
+        pack_writer::write_at(&self.file, bytes, self.flushed).map_err(fail("write"))?;
         self.flushed += bytes.len() as u64;
         self.buffer.clear();
         if self.flushed - self.synced >= SYNC_BYTES {

@@ -380,7 +380,7 @@ pub(super) fn wait_out_tick(identity: &FileIdentity) {
     std::thread::sleep(CLOCK_TICK.saturating_sub(age));
 }
 
-pub(super) fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
